@@ -32,7 +32,8 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.engines.shape import ModelSource
 from rayloop.launch.ray_variables import private_cluster
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
+from rayloop.run.preflight import prepare as prepare_run
 from rayloop.run.records.jsonl import JsonLines
 
 PEER = Path(__file__).parent / "peers" / "trl_step.py"
@@ -146,7 +147,7 @@ def step(shape: Shape, engine: str, overrides: Sequence[str], temporary: str) ->
     folder.mkdir()
     config = load(prepare(shape, engine, folder), overrides, RunConfig)
     with PeakMemory() as memory:
-        train(Prepared.of(config), None, temporary)
+        train(prepare_run(config), None, temporary)
     return _result(shape, folder / config.name, began, memory)
 
 

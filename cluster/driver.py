@@ -6,7 +6,7 @@ order of the calls.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
@@ -44,12 +44,10 @@ from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.plain import with_present_keys
 from rayloop.run.checkpoint import NOTHING
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.held_out import never_evaluated, on_training_rows
+from rayloop.run.config import RunConfig
 from rayloop.run.identity import about
 from rayloop.run.order import held_out_rows, training_rows
 from rayloop.run.origin import Origin
-from rayloop.run.preflight import beyond_positions, idle_settings
 from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter
@@ -61,7 +59,8 @@ class Driver:
     """The driver of a run, which owns all other actors.
 
     It lives in the actor ``handle`` (cluster/driver_actor.py). ``origin`` is the checkpoint to
-    continue from; ``hashes`` are the hashes of rayloop/run/identity.py, for the checkpoints.
+    continue from; ``hashes`` are ``Prepared.identity``, for the checkpoints; ``doubts`` are
+    warnings about the settings.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class Driver:
         origin: Origin,
         handle: Handle[LeasesEngines],
         hashes: Mapping[str, str] = NOTHING,
+        doubts: Sequence[str] = (),
     ) -> None:
         """Read the data. Raises ConfigError."""
         self.config = config
@@ -113,7 +113,7 @@ class Driver:
         self.rollouts = RolloutManager(config, self.ledger, tasks, reporter, self.history)
         self.filters = build_filters(config.algorithm.filtering.filters)
         self.advantage = build_advantage(config.algorithm.advantage)
-        for reason in _doubtful_settings(config):
+        for reason in doubts:
             self.warn(reason)
 
         self.held_out = held_out_rows(config, reporter)
@@ -469,14 +469,3 @@ class Driver:
         """
         self.stopping.set()
         self.rollouts.stop()
-
-
-def _doubtful_settings(config: RunConfig) -> list[str]:
-    """The warnings about settings that are probably a mistake."""
-    warnings = (
-        on_training_rows(config),
-        never_evaluated(config),
-        beyond_positions(Prepared.of(config)),
-        *idle_settings(config),
-    )
-    return list(filter(None, warnings))

@@ -1,7 +1,7 @@
 """The Ray actor of the driver, with the methods that other processes call."""
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rayloop.view.formatting import doing
 class DriverActor(Actor):
     """One asynchronous Ray actor per run, owned by the ``train`` process.
 
-    ``folder``: the run folder, visible to all nodes; ``hashes``: of rayloop/run/identity.py;
+    ``folder``: the run folder, visible to all nodes; ``hashes``, ``doubts``: of ``Driver``;
     ``resume``, ``since``, ``fence``: of ``Origin``, by default of a start now.
     """
 
@@ -40,10 +40,12 @@ class DriverActor(Actor):
         hashes: Mapping[str, str] = NOTHING,
         since: int | None = None,
         fence: Fence = OPEN,
+        doubts: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.folder = folder
         self.hashes = hashes
+        self.doubts = doubts
         # ``here``: a network file system may have another device number on the node of this actor.
         fence = fence.here() if fence.number else fence
         self.origin = Origin.of(Path(folder) / "checkpoints", resume, since, fence)
@@ -54,7 +56,9 @@ class DriverActor(Actor):
     def make(self, handle: Handle[LeasesEngines]) -> Driver:
         """The driver, which reads the data. ``handle`` is that of this actor."""
         services = TrainingServices(self.config, self.folder, self.reporter.event)
-        return Driver(self.config, services, self.reporter, self.origin, handle, self.hashes)
+        return Driver(
+            self.config, services, self.reporter, self.origin, handle, self.hashes, self.doubts
+        )
 
     async def main(self) -> dict[str, Any]:
         """Make the driver, and return the result of ``Driver.main``.

@@ -40,8 +40,7 @@ from rayloop.core.protocols import Level
 from rayloop.rollout.colocation import Colocation, SleepCalls
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, demand, needs, total
-from rayloop.run.preflight import held_in
-from rayloop.run.sections import Placement
+from rayloop.run.sections import Placement, held_in
 
 A = TypeVar("A", bound=Pooled)
 

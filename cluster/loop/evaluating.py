@@ -51,7 +51,7 @@ async def evaluate_held_out(run: EvaluatingRun, *, ending: bool) -> None:
         images.update(images_by_hash)
 
     report = run.rollouts.alarms.held_out
-    evaluating = evaluate_answers(answers, run.config, run.runner, run.step, keep_images, report)
+    evaluating = evaluate_answers(answers, run.runner, run.step, keep_images, report)
 
     run.owes_evaluation = True
     try:

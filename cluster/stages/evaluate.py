@@ -44,12 +44,12 @@ from rayloop.measure.controls import (
 )
 from rayloop.measure.report import table
 from rayloop.rewards.settings import RewardSettings
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.demand import bundles, store, total
+from rayloop.run.config import RunConfig
+from rayloop.run.demand import bundles, total
 from rayloop.run.folder import is_answer, make_folder
 from rayloop.run.held_out import AnswerRequest, answer_requests, blind, read_items
-from rayloop.run.identity import begun
 from rayloop.run.lifetime import EvaluationSettings, right
+from rayloop.run.preflight import Prepared
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import JsonLines
 from rayloop.run.records.rollouts import RolloutDump
@@ -87,7 +87,7 @@ def evaluate(
     make_folder(out, "--out")
     # After the folder is made: it keeps the date that the
     # chat template shows, for a continued evaluation.
-    prepared = begun(prepared, out)
+    prepared = prepared.begun(out)
     config = prepared.config
 
     identity = _evaluation_identity(prepared, data, retries)
@@ -167,15 +167,23 @@ def _evaluate_on_ray(
 ) -> str:
     """Play ``missing`` in a cluster, and return as ``Evaluator.main`` does."""
     config = prepared.config
-    parameters = 0
-    if not config.engine.own_weights:
-        parameters = prepared.model.shape.parameters
-    room = store(config.policy.engine.dtype, parameters)
+    room = prepared.store
     logs = out / "logs"
     make_folder(logs, "--out")
     needed_resources = total(bundles(config, trains=False))
     with session(needed_resources, address, temporary, logs, store=room):
-        return _evaluate(config, out, missing, retries)
+        # It waits most of the time, so it takes no CPU away from the actors that it owns.
+        options = {"num_cpus": 0, "max_concurrency": EVALUATION_COROUTINES}
+        actor = create(Evaluator, options, config, str(out.resolve()))
+        try:
+            return str(ray.get(submit(actor, Evaluator.main, missing, retries)))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(cause(error), RayloopError):
+                raise cause(error) from error
+            raise
+        finally:
+            # Its death ends the actors that it owns.
+            ray.kill(actor)
 
 
 def _key(answer: AnswerRequest) -> tuple[str, str, int]:
@@ -238,21 +246,6 @@ def _missing(
     return [answer for answer in answers if (answer.arm, answer.task.id) in groups]
 
 
-def _evaluate(config: RunConfig, out: Path, missing: list[AnswerRequest], retries: int) -> str:
-    # It waits most of the time, so it takes no CPU away from the actors that it owns.
-    options = {"num_cpus": 0, "max_concurrency": EVALUATION_COROUTINES}
-    actor = create(Evaluator, options, config, str(out.resolve()))
-    try:
-        return str(ray.get(submit(actor, Evaluator.main, missing, retries)))
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(cause(error), RayloopError):
-            raise cause(error) from error
-        raise
-    finally:
-        # Its death ends the actors that it owns.
-        ray.kill(actor)
-
-
 class Evaluator(Actor):
     """The actor that owns the others during an evaluation, and writes the items."""
 
@@ -296,9 +289,7 @@ class Evaluator(Actor):
     async def _all(self, missing: Sequence[AnswerRequest], retries: int) -> None:
         """Play ``missing``, then up to ``retries`` times the cut answers with twice the tokens."""
         for self.retries in reversed(range(retries + 1)):
-            items = await evaluate_answers(
-                missing, self.config, self.runner, 0, self._keep, self._report
-            )
+            items = await evaluate_answers(missing, self.runner, 0, self._keep, self._report)
             missing = [
                 _with_twice_the_tokens(answer)
                 for answer, item in zip(missing, items, strict=True)

@@ -34,7 +34,7 @@ from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT_S
 from rayloop.estimate.memory import fitted
 from rayloop.grpo.losses.settings import ReinforceLoss
 from rayloop.run.folder import make_folder
-from rayloop.run.identity import dated
+from rayloop.run.preflight import dated
 from rayloop.sft.stage import START, Examples, SftConfig, SftProgress, make_tiny
 
 RUN = "run"

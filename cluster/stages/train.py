@@ -45,13 +45,14 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling, leave_terminal
 from rayloop.estimate.memory import with_micro_batch
 from rayloop.launch.restarts import Budget, is_restart
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.demand import bundles, store, total
+from rayloop.run.config import RunConfig
+from rayloop.run.demand import bundles, total
 from rayloop.run.folder import RunFolder, make_folder
-from rayloop.run.identity import ResumeRefused, begun, identity
+from rayloop.run.identity import ResumeRefused
 from rayloop.run.identity import check as check_fit
 from rayloop.run.origin import Origin
 from rayloop.run.place import STARTED_IN, findable, namespace
+from rayloop.run.preflight import Prepared, doubtful_settings
 from rayloop.run.reporter import failure
 from rayloop.view.formatting import describe, sampled
 from rayloop.view.pictures import draw_or_emit
@@ -75,15 +76,14 @@ def train(prepared: Prepared, address: str | None, temporary: str | None) -> int
     Returns 0; raises RayloopError.
     """
     config = prepared.config
-    folder = RunFolder(config.output, config.name)
+    folder = RunFolder.at(config.folder)
     # Before the folder is made, which would hide that its storage is missing.
     if is_restart():
         folder.begun_before()
     make_folder(folder.path, "output=FOLDER")
 
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
-    checkpoint = origin.find()
-    prepared = with_micro_batch(begun(prepared, folder.path, checkpoint))
+    prepared = with_micro_batch(prepared.begun(folder.path, origin.find()))
     config = prepared.config
 
     with (
@@ -94,7 +94,8 @@ def train(prepared: Prepared, address: str | None, temporary: str | None) -> int
         _shown(config, folder, address) as progress,
         _recorded(folder, origin),
     ):
-        hashes = identity(prepared)
+        hashes = prepared.identity
+        # Another start may have saved one before this one had the lock.
         checkpoint = origin.find()
         if checkpoint is None:
             folder.write_config(dump(config))
@@ -106,14 +107,14 @@ def train(prepared: Prepared, address: str | None, temporary: str | None) -> int
             write_whole(folder.path / STARTED_IN, str(Path.cwd()).encode())
 
         names = namespace(folder.path)
-        room = store(config.policy.engine.dtype, prepared.model.shape.parameters)
+        room = prepared.store
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
         with started, _findable(folder, names):
-            _emit_start(config, folder)
+            folder.events.emit(events.Start(config_hash(config), _versions()))
             # The driver continues writing the events.
             folder.events.close()
             with watched(progress.note) as head:
-                attempts = DriverAttempts(config, folder, origin, hashes, progress, head)
+                attempts = DriverAttempts(prepared, folder, origin, progress, head)
                 result = attempts.run(check)
             draw_or_emit(folder, progress.note)
             progress.close(result)
@@ -174,11 +175,11 @@ def _findable(folder: RunFolder, names: str) -> AbstractContextManager[None]:
     return findable(folder.cluster, address, names, metrics_ports())
 
 
-def _emit_start(config: RunConfig, folder: RunFolder) -> None:
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "ray"):
         versions[package] = version(package)
-    folder.events.emit(events.Start(config_hash(config), versions))
+    return versions
 
 
 @dataclass
@@ -188,14 +189,14 @@ class DriverAttempts:
     When it dies, another driver continues from the newest checkpoint of this start.
     """
 
-    config: RunConfig
+    prepared: Prepared
     folder: RunFolder
     origin: Origin
-    hashes: dict[str, str]
     progress: Progress
     head: HeadWatch
 
     def __post_init__(self) -> None:
+        self.config = self.prepared.config
         self._budget = Budget(self.config.recovery.driver_restarts)
 
     def run(self, check: Check) -> dict[str, Any]:
@@ -254,9 +255,10 @@ class DriverAttempts:
             self.config,
             str(self.folder.path.resolve()),
             self.origin.resume,
-            self.hashes,
+            self.prepared.identity,
             self.origin.since,
             self.folder.lock.fence,
+            doubtful_settings(self.prepared),
         )
 
     def _wait_after_loss(

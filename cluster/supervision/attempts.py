@@ -263,7 +263,6 @@ class EpisodeRunner:
 
 async def evaluate_answers(
     asked: Sequence[AnswerRequest],
-    config: RunConfig,
     runner: EpisodeRunner,
     step: int,
     keep: Callable[[Item, dict[str, bytes]], None],
@@ -285,7 +284,7 @@ async def evaluate_answers(
         # Training counts its groups from 1, and the history knows a group by its number.
         group = -1 - indices[0]
         requests = [
-            _request(config, asked[index], TrajectoryId(group, sample))
+            _request(runner.config, asked[index], TrajectoryId(group, sample))
             for sample, index in enumerate(indices)
         ]
         async with gate.room(len(indices)):

@@ -25,12 +25,13 @@ from rayloop.data.validation import Checked, Length, check, leaks
 from rayloop.envs.grammar.choice import ANY_MODEL
 from rayloop.envs.grammar.screens import ScreenSettings
 from rayloop.measure.controls import solved_tasks
-from rayloop.run.config import Prepared, RunConfig, read
+from rayloop.run.config import RunConfig, read
 from rayloop.run.export import recorded
 from rayloop.run.folder import RunFolder
 from rayloop.run.held_out import read_items
 from rayloop.run.lifetime import right
-from rayloop.run.preflight import beyond_positions
+from rayloop.run.preflight import Prepared, beyond_positions
+from rayloop.run.preflight import prepare as prepare_run
 from rayloop.sft.conversion import Converter, episodes
 from rayloop.sft.translation import Translation
 
@@ -138,7 +139,7 @@ def validate_run(config: RunConfig) -> int:
 
     Held-out prompts may be as long as evaluations allow. Returns 0 or 1; raises as ``check``.
     """
-    prepared = Prepared.of(config)
+    prepared = prepare_run(config)
     length = _length(prepared)
     results: list[Checked] = []
     for path, run in (

@@ -11,6 +11,7 @@ from rayloop.commands.arguments import add_overrides
 from rayloop.core.threads import complete
 from rayloop.doctor.checks import checks, examine, text
 from rayloop.run.config import read
+from rayloop.run.preflight import prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings. Returns 1 when one of them is an error."""
-    config = read(arguments.config, arguments.overrides) if arguments.config else None
+    prepared = None
+    if arguments.config:
+        prepared = prepare(read(arguments.config, arguments.overrides))
     address = arguments.address or os.environ.get("RAY_ADDRESS")
-    findings_of = complete(examine(checks(config, address, arguments.token_file, arguments.port)))
+    findings_of = complete(examine(checks(prepared, address, arguments.token_file, arguments.port)))
     rows: list[dict[str, Any]] = []
     for name, findings in findings_of.items():
         rows += [{"check": name, **asdict(finding)} for finding in findings]

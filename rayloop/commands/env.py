@@ -40,9 +40,9 @@ from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
 from rayloop.envs.instance import Environments, Instance
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
-from rayloop.run.config import Prepared, RunConfig, read
+from rayloop.run.config import RunConfig, read
 from rayloop.run.folder import RunFolder
-from rayloop.run.preflight import speaking
+from rayloop.run.preflight import prepare
 from rayloop.view.formatting import visible
 from rayloop.view.pictures import Colours, blocks, colours
 from rayloop.view.reader import members
@@ -139,8 +139,7 @@ def _play(arguments: argparse.Namespace) -> int:
         file = folder.config
         record = Recorded.of(folder, arguments.origin)
     if file.suffix in (".yaml", ".yml"):
-        config = read(file, arguments.overrides)
-        config = speaking(config, Prepared.of(config).model)
+        config = prepare(read(file, arguments.overrides)).speaking().config
         kind, task = _of_run(config, record.task or arguments.row)
     elif arguments.overrides:
         raise ConfigError(

@@ -19,8 +19,8 @@ from rayloop.core.protocols import Observation
 from rayloop.core.threads import complete
 from rayloop.core.types import Task
 from rayloop.envs.instance import Environments
-from rayloop.run.config import Prepared, read
-from rayloop.run.preflight import speaking
+from rayloop.run.config import read
+from rayloop.run.preflight import prepare
 from rayloop.view.formatting import visible
 
 MAX_REASON_CHARACTERS = 400
@@ -51,8 +51,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     Returns 0, or 1 when an environment was not ready or not closed. Raises ConfigError.
     """
-    config = read(arguments.config, arguments.overrides)
-    config = speaking(config, Prepared.of(config).model)
+    config = prepare(read(arguments.config, arguments.overrides)).speaking().config
     count = config.algorithm.group_size if arguments.count is None else arguments.count
     if min(count, arguments.rounds) < 1:
         raise ConfigError("--count and --rounds: expected a number above 0")

@@ -21,7 +21,8 @@ from rayloop.estimate.run import (
     most_image_tokens,
     plan,
 )
-from rayloop.run.config import Prepared, read
+from rayloop.run.config import read
+from rayloop.run.preflight import prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate. Returns 0; raises ConfigError."""
-    prepared = Prepared.of(read(arguments.config, arguments.overrides))
+    prepared = prepare(read(arguments.config, arguments.overrides))
     config = prepared.config
-    run_folder = Path(config.output) / config.name
-    folder = arguments.run_folder or (run_folder if has_steps(run_folder) else None)
+    folder = arguments.run_folder or (config.folder if has_steps(config.folder) else None)
     measurement = measured(folder) if folder else None
     if measurement and not arguments.json:
         print(f"measured: {counted(measurement.steps, 'step')} of {folder}")

@@ -8,9 +8,9 @@ from rayloop.chat.template import CLOCK
 from rayloop.commands.arguments import add_cluster, add_run, cluster
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError
-from rayloop.run.config import Prepared, RunConfig, read
+from rayloop.run.config import RunConfig, read
 from rayloop.run.folder import RunFolder
-from rayloop.run.preflight import preflight, speaking
+from rayloop.run.preflight import preflight, prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,17 +117,17 @@ def run(arguments: argparse.Namespace) -> int:
             model = as_asked(config.model, arguments.checkpoint, out / "models")
             if run_of(arguments.checkpoint):
                 # The exported model has lost the name by which `auto` may know its language.
-                config = speaking(config, Prepared.of(config).model)
+                config = prepare(config).speaking().config
             config = config.model_copy(update={"model": model})
         eval_data = config.data.model_copy(update={"eval": data})
-        eval_config = config.model_copy(update={"data": eval_data})
+        evaluated = prepare(config).with_sections(data=eval_data)
         files = ("train", "eval") if arguments.controls else ("eval",)
-        prepared = preflight(eval_config, trains=False, reads=files)
+        prepared = preflight(evaluated, trains=False, reads=files)
         # It imports ray, which reads the environment.
         from rayloop.cluster.stages.evaluate import evaluate
 
         return evaluate(
-            Prepared(prepared.config.model_copy(update={"data": config.data}), prepared.model),
+            prepared.with_sections(data=config.data),
             data,
             out,
             controls=arguments.controls,

@@ -21,7 +21,7 @@ from rayloop.launch.slurm import (
 )
 from rayloop.launch.slurm_job import SlurmError, active, slurm
 from rayloop.run.config import read
-from rayloop.run.preflight import preflight
+from rayloop.run.preflight import preflight, prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[SiteSettings, list[Job]]:
     if arguments.config is None:
         return site, plan(site, [])
     # A bad configuration is refused here, not after hours in the queue.
-    preflight(read(arguments.config, arguments.overrides))
+    preflight(prepare(read(arguments.config, arguments.overrides)))
     return site, plan(site, [str(arguments.config), *arguments.overrides])
 
 

@@ -14,7 +14,7 @@ from rayloop.launch.restarts import supervised
 from rayloop.run.config import read
 from rayloop.run.folder import RunFolder
 from rayloop.run.place import from_start
-from rayloop.run.preflight import idle_settings, preflight
+from rayloop.run.preflight import idle_settings, preflight, prepare
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +49,12 @@ def _train(arguments: argparse.Namespace) -> int:
     with cluster(arguments) as (address, temporary):
         config = read(arguments.config, arguments.overrides)
         # The run may have begun in another folder, to which its relative paths refer.
-        config = from_start(config, Path(config.output) / config.name)
-        prepared = preflight(config)
+        config = from_start(config, config.folder)
+        prepared = preflight(prepare(config))
         if arguments.console:
             from rayloop.commands.console import serve_beside
 
-            serve_beside(RunFolder(config.output, config.name))
+            serve_beside(RunFolder.at(config.folder))
         from rayloop.cluster.stages.train import train  # imports ray, which reads the environment
 
         return train(prepared, address, temporary)
@@ -89,8 +89,8 @@ def add_try(parser: argparse.ArgumentParser) -> None:
 
 def _try(arguments: argparse.Namespace) -> int:
     config = read(arguments.config, arguments.overrides)
-    config = from_start(config, Path(config.output) / config.name)
-    prepared = preflight(config, trains=False, reads=("train",))
+    config = from_start(config, config.folder)
+    prepared = preflight(prepare(config), trains=False, reads=("train",))
     from rayloop.cluster.stages.dry_run import try_row  # imports torch
 
     return try_row(prepared.config, arguments.row)

@@ -21,9 +21,9 @@ from rayloop.engines.shape import Shape
 from rayloop.estimate.memory import of_reference
 from rayloop.launch.network import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE_BYTES
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
 from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total
-from rayloop.run.preflight import beyond_positions, idle_settings, preflight
+from rayloop.run.preflight import Prepared, beyond_positions, idle_settings, preflight
 
 _DEADLINE_S = 5.0
 """Seconds for one check; all run at once."""
@@ -35,11 +35,11 @@ _CHECKPOINT_TENSORS = 3
 
 
 def checks(
-    config: RunConfig | None, address: str | None, token_file: Path | None, ports: list[int]
+    prepared: Prepared | None, address: str | None, token_file: Path | None, ports: list[int]
 ) -> dict[str, partial[list[Finding]]]:
     """The checks of this machine, by name.
 
-    ``config``: a run that is checked for too; ``address``: the cluster that it would join.
+    ``prepared``: a run that is checked for too; ``address``: the cluster that it would join.
     """
     environment = dict(os.environ)
     node = this_node()
@@ -47,7 +47,6 @@ def checks(
     tested = software.fitting_set()
     packages = (software.pins(tested), software.supported_packages())
     running_python = ".".join(map(str, sys.version_info[:3]))
-    prepared = Prepared.of(config) if config else None
     demand = _demand(prepared, address)
     # In the order in which they would stop a run: its start, its cluster, its folders, its memory.
     return {
@@ -94,7 +93,7 @@ def _demand(prepared: Prepared | None, address: str | None) -> _Demand:
     config = prepared.config
     # ``configuration`` reports why the shape is not known.
     model = prepared.model.known_shape
-    demand = _Demand(Path(config.output) / config.name, config.checkpoint.keep + 1)
+    demand = _Demand(config.folder, config.checkpoint.keep + 1)
     if model is not None:
         demand.checkpoint = checkpoint_bytes(config.policy.engine, model)
     # In a cluster the roles may run on other machines.
@@ -163,7 +162,7 @@ def configuration(prepared: Prepared | None) -> list[Finding]:
         return [Finding("ok", "no CONFIG given")]
     config = prepared.config
     try:
-        preflight(config, model=prepared.model)
+        preflight(prepared)
         positions = beyond_positions(prepared)
     except ConfigError as error:
         state, _, remedy = str(error).partition(". ")

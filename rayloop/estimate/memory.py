@@ -21,7 +21,8 @@ from rayloop.engines.settings import (
 from rayloop.engines.shape import ModelSource, Shape
 from rayloop.engines.training_settings import TILED_ABOVE_TOKENS
 from rayloop.launch.limits import memory_limit
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
+from rayloop.run.preflight import Prepared
 from rayloop.run.sections import ReferenceSettings
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -300,9 +301,7 @@ def with_micro_batch(prepared: Prepared) -> Prepared:
     if shape is None:
         return prepared
     engine = fitted(policy.engine, shape, policy.ranks, policy.placement.num_gpus > 0)
-    policy = policy.model_copy(update={"engine": engine})
-    config = prepared.config.model_copy(update={"policy": policy})
-    return Prepared(config, prepared.model)
+    return prepared.with_sections(policy=policy.model_copy(update={"engine": engine}))
 
 
 def activations(

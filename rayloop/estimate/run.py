@@ -12,8 +12,9 @@ from rayloop.core.failures import ConfigError, DataFailure, counted
 from rayloop.data.images import image_geometry
 from rayloop.data.rows import rows
 from rayloop.estimate.memory import Lengths
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
+from rayloop.run.preflight import Prepared
 
 _WARM_UP_STEPS = 1
 """First steps of a run that are not measured: caches are empty."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -22,7 +22,6 @@ from rayloop.engines.settings import (
     OptimizerSettings,
     TransformersEngineSettings,
 )
-from rayloop.engines.shape import ModelSource
 from rayloop.envs.history.policies import Window, shows_everything
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.losses.settings import AdaptiveKl
@@ -131,6 +130,11 @@ class RunConfig(SettingsModel):
         ):
             raise ValueError(problem)
         return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.output) / self.name
 
     @property
     def engine(self) -> EngineChoice:
@@ -256,18 +260,6 @@ class RunConfig(SettingsModel):
         docs/algorithm.md, section 10.
         """
         return 0.1 if self.rounds else 1e-3
-
-
-class Prepared(NamedTuple):
-    """A run's configuration and its model, as a command passes them on."""
-
-    config: RunConfig
-    model: ModelSource
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """The run with its model, of which nothing has been looked up."""
-        return cls(config, ModelSource(config.model.path, config.model.revision))
 
 
 _IN_EVALUATION = " in evaluations (evaluation.over)"

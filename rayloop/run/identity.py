@@ -5,18 +5,11 @@ files, the configuration.
 """
 
 from collections.abc import Mapping
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from rayloop.chat.template import CLOCK, template_source
-from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError
-from rayloop.core.files import needed, write_whole
-from rayloop.core.model_files import hashed
-from rayloop.engines.shape import ModelSource
 from rayloop.run.checkpoint import Checkpoint
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
 
 CHECKPOINT_SCHEMA_VERSION = 4
 """Schema version of the checkpoints that are written: of the marker's keys and the files' contents.
@@ -28,13 +21,6 @@ READABLE_SCHEMA_VERSIONS = (2, 3, 4)
 """Schema versions of the checkpoints that can be read."""
 _READ = f"{READABLE_SCHEMA_VERSIONS[0]} to {READABLE_SCHEMA_VERSIONS[-1]}"
 
-FILES = {
-    "architecture": ("config.json",),
-    "tokenizer": ("tokenizer.json",),
-    "chat template": ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"),
-    "image processor": ("preprocessor_config.json",),
-}
-"""Files of the model folder ``model.path``, by what they decide."""
 FIXED = (
     "model.min_pixels",
     "model.max_pixels",
@@ -52,8 +38,6 @@ FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets", "policy.engi
 """The keys in ``FIXED`` that may change all the same: dropout changes no weight's meaning, and only
 older checkpoints have the others.
 """
-TEMPLATE_TIME = "template_time"
-"""The file of a folder that has the time which a chat template with the date in it shows there."""
 UNREPORTED = ("checkpoint.resume",)
 """Keys that say how to start, not what the run is."""
 
@@ -65,64 +49,10 @@ class ResumeRefused(ConfigError):
     """
 
 
-def begun(prepared: Prepared, folder: Path, checkpoint: Checkpoint | None = None) -> Prepared:
-    """The same with what a run in ``folder`` keeps from its beginning.
-
-    These are the Hub's commit, of now or of the run to continue, as revision, and the time of the
-    chat template (``dated``). Raises ConfigError, StorageFailed.
-    """
-    config = prepared.config
-    model = prepared.model
-    then = checkpoint.about.get("config", {}).get("model", {}) if checkpoint else {}
-    if not model.revision and then.get("revision") and then.get("path") == model.path:
-        model = ModelSource(model.path, then["revision"])
-    commit = model.files.commit
-    settings = config.model.model_copy(update={"revision": commit}) if commit else config.model
-    settings = dated(settings, model.files.folder, folder, then)
-    return Prepared(config.model_copy(update={"model": settings}), model)
-
-
-def dated(
-    model: ModelSettings, source: Path, folder: Path, then: Mapping[str, Any]
-) -> ModelSettings:
-    """The same with the time that the chat template shows, if it shows any.
-
-    ``source``: the model's folder. The time is that of the model ``then`` (as plain data), else of
-    an earlier start in ``folder``, else of now, which ``folder`` keeps. So the members of a group,
-    an evaluation and a resumed run get the same prompt. Raises ConfigError, StorageFailed.
-    """
-    variables = model.chat_template_kwargs
-    file = folder / TEMPLATE_TIME
-    if CLOCK in variables or CLOCK not in template_source(source):
-        return model
-    time = (then.get("chat_template_kwargs") or {}).get(CLOCK)
-    with needed(file):
-        if time is None and file.is_file():
-            time = file.read_text(encoding="utf-8").strip()
-        if time is None:
-            time = datetime.now().isoformat(timespec="seconds")
-        if not file.is_file():
-            write_whole(file, f"{time}\n".encode())
-    return model.model_copy(update={"chat_template_kwargs": {**variables, CLOCK: time}})
-
-
-def identity(prepared: Prepared) -> dict[str, str]:
-    """Hashes of the files to which the configuration only points.
-
-    They are the model's files by what they decide, its weights, and the training rows.
-    """
-    model = prepared.model.files
-    hashes = {
-        name: hashed([model.folder / file for file in files]) for name, files in FILES.items()
-    }
-    hashes["weights"] = f"commit {model.commit}" if model.commit else hashed(model.weights)
-    return {**hashes, "data.train": hashed([Path(prepared.config.data.train)])}
-
-
 def about(config: RunConfig, hashes: Mapping[str, str], tasks: int) -> dict[str, Any]:
     """The description of the run in a checkpoint's marker.
 
-    ``hashes``: ``identity``; ``tasks``: their number in the run's data.
+    ``hashes``: ``Prepared.identity``; ``tasks``: their number in the run's data.
     """
     return {
         "schema": CHECKPOINT_SCHEMA_VERSION,

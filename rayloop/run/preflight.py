@@ -1,18 +1,27 @@
-"""Checks for failures that can be known before anything is started.
+"""A run before it starts: its configuration with the model that it names, and checks of both.
 
-They are about files, folders and packages that the configuration names.
+``train``, ``eval``, ``doctor`` and ``estimate`` begin with ``prepare``. The checks find failures
+that can be known before anything is started: files, folders and packages that are missing. No
+torch, no ray.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rayloop.chat.rendering import Renderer
+from rayloop.chat.template import CLOCK, template_source
 from rayloop.chat.tokenizer import load_tokenizer, read_json
-from rayloop.config.settings import check_components, components
+from rayloop.config.model import ModelSettings
+from rayloop.config.settings import SettingsModel, check_components
 from rayloop.core.failures import ConfigError
+from rayloop.core.files import needed, write_whole
 from rayloop.core.model_families import learned_positions, positions, unsupported
+from rayloop.core.model_files import hashed
 from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
 from rayloop.engines.shape import ModelSource
 from rayloop.envs.grammar.choice import AUTO, Model, chosen, listeners, spoken
@@ -21,33 +30,157 @@ from rayloop.envs.history.policies import shows_everything
 from rayloop.grpo.idle import Situation, idle
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
-from rayloop.run.checkpoint import complete
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.sections import EnvironmentSettings
+from rayloop.run.checkpoint import Checkpoint, complete
+from rayloop.run.config import RunConfig
+from rayloop.run.demand import store
+from rayloop.run.held_out import never_evaluated, on_training_rows
+from rayloop.run.sections import held_in
 
 MAX_BIASED_TOKENS = 1024
 """Tokens that vLLM's runner on GPUs can keep from being sampled (v1/worker/gpu/sample/logit_bias.py
 of 0.28 and 0.32).
 """
+FILES = {
+    "architecture": ("config.json",),
+    "tokenizer": ("tokenizer.json",),
+    "chat template": ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"),
+    "image processor": ("preprocessor_config.json",),
+}
+"""Files of the model folder ``model.path``, by what they decide."""
+LANGUAGE_KEY = "environment.language"
+TEMPLATE_TIME = "template_time"
+"""The file of a folder that has the time which a chat template with the date in it shows there."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run's configuration, with what it names on this machine.
+
+    The model is looked up when it is first needed, and once: the methods return the same model with
+    a completed configuration.
+    """
+
+    config: RunConfig
+    """What the user wrote, completed by ``speaking`` and ``begun``."""
+    model: ModelSource
+    """The model of ``model.path``: its folder (``files.folder``) and its shape."""
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Hashes of the files to which the configuration only points. Raises ConfigError.
+
+        They are the model's files by what they decide, its weights, and the training rows.
+        """
+        files = self.model.files
+        hashes = {
+            name: hashed([files.folder / file for file in names]) for name, names in FILES.items()
+        }
+        hashes["weights"] = f"commit {files.commit}" if files.commit else hashed(files.weights)
+        hashes["data.train"] = hashed([Path(self.config.data.train)])
+        return hashes
+
+    @property
+    def store(self) -> int:
+        """Bytes of a private cluster's object store, within the free shared memory.
+
+        Raises ConfigError when the model's size is not known. An engine that keeps its own weights
+        gets no updates, for which the store would need room.
+        """
+        parameters = 0 if self.config.engine.own_weights else self.model.shape.parameters
+        return store(self.config.policy.engine.dtype, parameters)
+
+    def with_sections(self, **sections: SettingsModel) -> Self:
+        """The same run with other sections of its configuration."""
+        return replace(self, config=self.config.model_copy(update=sections))
+
+    def speaking(self) -> Self:
+        """The run with the language of its model in all components that read turns.
+
+        Its stop words end the policy's turns. Raises ConfigError when the model speaks another one
+        than ``environment.language``; a run in which nothing reads turns stays as it is.
+        """
+        config = self.config
+        if not listeners(config):
+            return self
+        described: dict[str, Any] = {}
+        try:
+            described = read_json(self.model.files.folder / "config.json")
+        except ConfigError:
+            # A language that is named can do without the model's description.
+            if config.environment.language == AUTO:
+                raise
+        speaker = Model(self.model.path, described)
+        language = chosen(config.environment.language, speaker, LANGUAGE_KEY)
+        config = spoken(config, language, speaker, LANGUAGE_KEY)
+        environment = config.environment.model_copy(update={"language": language})
+        sampling = config.rollout.sampling
+        stop_words = getattr(spoken_format(language), "stop", ())
+        stop = tuple(dict.fromkeys((*sampling.stop, *stop_words)))
+        rollout = config.rollout.model_copy(
+            update={"sampling": sampling.model_copy(update={"stop": stop})}
+        )
+        speaking = replace(self, config=config)
+        return speaking.with_sections(environment=environment, rollout=rollout)
+
+    def begun(self, folder: Path, checkpoint: Checkpoint | None = None) -> Self:
+        """The same with what a run in ``folder`` keeps from its beginning.
+
+        These are the Hub's commit, of now or of the run to continue, as revision, and the time of
+        the chat template (``dated``). Raises ConfigError, StorageFailed.
+        """
+        model = self.model
+        then = checkpoint.about.get("config", {}).get("model", {}) if checkpoint else {}
+        if not model.revision and then.get("revision") and then.get("path") == model.path:
+            model = ModelSource(model.path, then["revision"])
+        commit = model.files.commit
+        settings = self.config.model
+        if commit:
+            settings = settings.model_copy(update={"revision": commit})
+        settings = dated(settings, model.files.folder, folder, then)
+        return replace(self.with_sections(model=settings), model=model)
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """The run with its model, of which nothing has been looked up yet."""
+    return Prepared(config, ModelSource(config.model.path, config.model.revision))
+
+
+def dated(
+    model: ModelSettings, source: Path, folder: Path, then: Mapping[str, Any]
+) -> ModelSettings:
+    """The same with the time that the chat template shows, if it shows any.
+
+    ``source``: the model's folder. The time is that of the model ``then`` (as plain data), else of
+    an earlier start in ``folder``, else of now, which ``folder`` keeps. So the members of a group,
+    an evaluation and a resumed run get the same prompt. Raises ConfigError, StorageFailed.
+    """
+    variables = model.chat_template_kwargs
+    file = folder / TEMPLATE_TIME
+    if CLOCK in variables or CLOCK not in template_source(source):
+        return model
+    time = (then.get("chat_template_kwargs") or {}).get(CLOCK)
+    with needed(file):
+        if time is None and file.is_file():
+            time = file.read_text(encoding="utf-8").strip()
+        if time is None:
+            time = datetime.now().isoformat(timespec="seconds")
+        if not file.is_file():
+            write_whole(file, f"{time}\n".encode())
+    return model.model_copy(update={"chat_template_kwargs": {**variables, CLOCK: time}})
 
 
 def preflight(
-    config: RunConfig,
-    *,
-    trains: bool = True,
-    reads: Sequence[str] = ("train", "eval"),
-    model: ModelSource | None = None,
+    prepared: Prepared, *, trains: bool = True, reads: Sequence[str] = ("train", "eval")
 ) -> Prepared:
-    """The run with its model, and with the model's language.
+    """The run with the language of its model.
 
-    ``reads``: the files of ``data`` that are read; ``model``: the model, where another check has
-    looked it up. Raises ConfigError that names the key, what is not there, and what to do.
+    ``reads``: the files of ``data`` that are read. Raises ConfigError that names the key, what is
+    not there, and what to do.
     """
-    prepared = Prepared(config, model) if model else Prepared.of(config)
     known(prepared.model)
-    config = speaking(config, prepared.model)
+    prepared = prepared.speaking()
+    config = prepared.config
     check_components(config)
-    prepared = Prepared(config, prepared.model)
     if in_job():
         lasting(config.output)
     for key, path in ((f"data.{name}", getattr(config.data, name)) for name in reads):
@@ -81,7 +214,7 @@ def _trainable(prepared: Prepared) -> None:
             " evaluation.every=0"
         )
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and complete(Path(resume)) is None:
+    if config.checkpoint.named and complete(Path(resume)) is None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is not a folder"
         raise ConfigError(
             f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or"
@@ -221,52 +354,16 @@ def _vocabulary(model: str) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def held_in(environment: EnvironmentSettings) -> str:
-    """How environments and tools confine a policy's code, by their ``preflight(settings)``.
-
-    Empty when none runs any.
-    """
-    said = []
-    for _, part in components(environment):
-        check = getattr(part.resolve(), "preflight", None)
-        settings = part.options()
-        if check is not None and settings is not None:
-            said.append(check(settings))
-    return "; ".join(dict.fromkeys(filter(None, said)))
-
-
-LANGUAGE_KEY = "environment.language"
-
-
-def speaking(config: RunConfig, model: ModelSource) -> RunConfig:
-    """The run with the language of its model in all components that read turns.
-
-    Its stop words end the policy's turns. Raises ConfigError when the model speaks another one than
-    ``environment.language``; a run in which nothing reads turns stays as it is.
-    """
-    if not listeners(config):
-        return config
-    speaker = _speaker(model, is_needed=config.environment.language == AUTO)
-    language = chosen(config.environment.language, speaker, LANGUAGE_KEY)
-    config = spoken(config, language, speaker, LANGUAGE_KEY)
-    environment = config.environment.model_copy(update={"language": language})
-    sampling = config.rollout.sampling
-    stop_words = getattr(spoken_format(language), "stop", ())
-    stop = tuple(dict.fromkeys((*sampling.stop, *stop_words)))
-    rollout = config.rollout.model_copy(
-        update={"sampling": sampling.model_copy(update={"stop": stop})}
+def doubtful_settings(prepared: Prepared) -> list[str]:
+    """The warnings about settings that are probably a mistake."""
+    config = prepared.config
+    warnings = (
+        on_training_rows(config),
+        never_evaluated(config),
+        beyond_positions(prepared),
+        *idle_settings(config),
     )
-    return config.model_copy(update={"environment": environment, "rollout": rollout})
-
-
-def _speaker(model: ModelSource, *, is_needed: bool) -> Model:
-    """What is known of the model; of one that is not here, its path, unless more ``is_needed``."""
-    try:
-        return Model(model.path, read_json(model.files.folder / "config.json"))
-    except ConfigError:
-        if is_needed:
-            raise
-        return Model(model.path, {})
+    return list(filter(None, warnings))
 
 
 def bannable(config: RunConfig, banned: int) -> None:

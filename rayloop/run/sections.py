@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rayloop.config.settings import Component, LocalPath, Role, SettingsModel
+from rayloop.config.settings import Component, LocalPath, Role, SettingsModel, components
 from rayloop.core.failures import DataFailure
 from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import (
@@ -211,6 +211,20 @@ class EnvironmentSettings(RoleSettings):
     is played again. A generation request has a sixth of them, after which its engine counts as
     lost. Raise it for long episodes and long turns, with ``recovery.stall_timeout``.
     """
+
+
+def held_in(environment: EnvironmentSettings) -> str:
+    """How environments and tools confine a policy's code, by their ``preflight(settings)``.
+
+    Empty when none runs any.
+    """
+    said = []
+    for _, part in components(environment):
+        check = getattr(part.resolve(), "preflight", None)
+        settings = part.options()
+        if check is not None and settings is not None:
+            said.append(check(settings))
+    return "; ".join(dict.fromkeys(filter(None, said)))
 
 
 class RewardPool(RewardSettings, RoleSettings):

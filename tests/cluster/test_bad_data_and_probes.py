@@ -219,7 +219,7 @@ def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) 
         asked = [AnswerRequest(RIGHT, task, Sampling()) for task in list(made.rollouts.dataset)[:5]]
         keep = lambda item, images: kept.append(item)  # noqa: E731
         return [
-            await evaluate_answers(asked, made.config, player, step, keep, lambda member: None)
+            await evaluate_answers(asked, player, step, keep, lambda member: None)
             for step in (0, 1)
         ]
 
@@ -251,7 +251,7 @@ def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(wo
         player.rewards.describe = no_records  # type: ignore[assignment]
         asked = [AnswerRequest(RIGHT, Task(BAD, ()), Sampling())]
         return await evaluate_answers(
-            asked, made.config, player, 0, lambda item, images: None, lambda member: None
+            asked, player, 0, lambda item, images: None, lambda member: None
         )
 
     [item] = asyncio.run(evaluated())

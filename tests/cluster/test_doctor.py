@@ -30,8 +30,9 @@ from rayloop.doctor.finding import Finding, size
 from rayloop.envs.browser.containment import Confinement
 from rayloop.launch.limits import MemoryLimit
 from rayloop.launch.network import this_node
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
+from rayloop.run.preflight import prepare
 from rayloop.sandbox.levels import ATTACKS, Reached
 from rayloop.sandbox.options import Level
 from tests.support.heads import free_ports
@@ -278,7 +279,7 @@ def test_room_for_checkpoints_counts_those_that_are_there(tmp_path: Path) -> Non
 
 def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) -> None:
     run = config(tmp_path)
-    shapes = Prepared.of(run).model.known_shape
+    shapes = prepare(run).model.known_shape
     assert shapes is not None
     assert checks.checkpoint_bytes(run.policy.engine, shapes) == 1200 * 3 * 4
     assert checks.tensor_bytes(run, shapes) == 1200 * 4 * 4 + 1200 * 4, "a trainer, and an engine"
@@ -559,9 +560,9 @@ def test_schedulers_are_recognised() -> None:
 
 
 def test_files_that_a_configuration_names_must_be_there(tmp_path: Path) -> None:
-    assert levels(checks.configuration(Prepared.of(config(tmp_path)))) == ["ok"]
+    assert levels(checks.configuration(prepare(config(tmp_path)))) == ["ok"]
     gone = config(tmp_path, data={"train": "/nowhere/rows.jsonl"})
-    missing = only(checks.configuration(Prepared.of(gone)))
+    missing = only(checks.configuration(prepare(gone)))
     assert missing.level == "error"
     assert missing.found.startswith("data.train: /nowhere/rows.jsonl is not a file")
 

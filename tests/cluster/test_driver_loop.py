@@ -115,7 +115,7 @@ def test_the_evaluation_before_the_first_step_can_be_left_out(
 ) -> None:
     played = list[int]()
 
-    async def play(asked: Any, config: Any, player: Any, step: int, *_: Any) -> list[Item]:
+    async def play(asked: Any, player: Any, step: int, *_: Any) -> list[Item]:
         played.append(step)
         return [Item(RIGHT, "t", "", reward=0.5)]
 

@@ -40,8 +40,9 @@ from rayloop.core.failures import (
 from rayloop.core.types import Version
 from rayloop.rollout.colocation import Colocation
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.identity import about, identity
+from rayloop.run.config import RunConfig
+from rayloop.run.identity import about
+from rayloop.run.preflight import prepare
 from tests.support.drivers import made_driver
 from tests.support.local import LocalActor
 from tests.support.runs import settings
@@ -103,7 +104,7 @@ class Stage:
         policy.ranks = [LocalActor(self.rank)]
         self.rank._called = 0  # each driver counts its calls from 1
         driver = made_driver(
-            self.config, folder, resume, identity(Prepared.of(self.config)), Services(policy)
+            self.config, folder, resume, prepare(self.config).identity, Services(policy)
         )
         driver.runner = SimpleNamespace()  # type: ignore[assignment]
         return driver

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,9 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
 from rayloop.run.held_out import AnswerRequest, read_items
+from rayloop.run.preflight import Prepared, prepare
 from rayloop.run.records.jsonl import JsonLines
 from tests.engines.prompts import engine, image, prompt, vision_tokens
 from tests.support.runs import ROOT, finished, settings
@@ -220,17 +220,16 @@ def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
         settings(tmp_path, digits_model, environment={"episode": {"max_prompt_tokens": 2}})
     )
     monkeypatch.setattr(
-        "rayloop.cluster.stages.evaluate._evaluate",
+        "rayloop.cluster.stages.evaluate._evaluate_on_ray",
         lambda *_: "t1: over_long_prompt: the prompt has 9 tokens",
     )
-    monkeypatch.setattr("rayloop.cluster.stages.evaluate.session", lambda *_, **__: nullcontext())
     mended = config.model_copy(update={"seed": config.seed + 1})
     for one in (config, mended):  # a folder without an answer belongs to nobody
         with pytest.raises(
             NothingScored, match=r"none of \d+ answers has a score.*The first: t1: over_long_prompt"
         ):
             run_evaluation(
-                Prepared.of(one),
+                prepare(one),
                 config.data.train,
                 tmp_path / "out",
                 controls=True,
@@ -252,7 +251,7 @@ def test_a_full_disk_leaves_the_files_of_the_former_evaluation_whole(
 ) -> None:
     config = RunConfig.model_validate(settings(tmp_path, digits_model))
 
-    def play(config: RunConfig, out: Path, missing: list[AnswerRequest], retries: int) -> str:
+    def play(prepared: Prepared, out: Path, missing: list[AnswerRequest], *_: Any) -> str:
         items = JsonLines(out / "items.jsonl")
         for one in missing:
             items.append(asdict(Item(one.arm, one.task.id, "", one.sample, reward=1.0)))
@@ -261,7 +260,7 @@ def test_a_full_disk_leaves_the_files_of_the_former_evaluation_whole(
 
     def evaluated() -> None:
         run_evaluation(
-            Prepared.of(config),
+            prepare(config),
             config.data.train,
             tmp_path / "out",
             controls=False,
@@ -270,8 +269,7 @@ def test_a_full_disk_leaves_the_files_of_the_former_evaluation_whole(
             temporary=None,
         )
 
-    monkeypatch.setattr("rayloop.cluster.stages.evaluate._evaluate", play)
-    monkeypatch.setattr("rayloop.cluster.stages.evaluate.session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate._evaluate_on_ray", play)
     evaluated()
     file = tmp_path / "out" / name
     before = file.read_bytes()
@@ -289,9 +287,7 @@ def test_answers_that_were_cut_are_played_again_with_twice_the_room(
     """
     needs, asked = {"short": 10, "long": 30, "endless": 10**6}, []
 
-    async def play(
-        missing: Any, config: Any, player: Any, step: int, keep: Any, hear: Any
-    ) -> list[Item]:
+    async def play(missing: Any, player: Any, step: int, keep: Any, hear: Any) -> list[Item]:
         items = []
         for one in missing:
             asked.append((one.task.id, one.sampling.max_tokens))

@@ -189,10 +189,9 @@ def evaluated(folder: Path, per: str) -> tuple[Player, list[Item], list[Trajecto
         kept.append(item)
 
     runner: Any = player
+    runner.config = config
     items = asyncio.run(
-        evaluate_answers(
-            asked, config, runner, 0, keep, lambda member: heard.append(member.summary.id)
-        )
+        evaluate_answers(asked, runner, 0, keep, lambda member: heard.append(member.summary.id))
     )
     assert [(i.arm, i.task, i.sample) for i in items] == [
         (p.arm, p.task.id, p.sample) for p in asked
@@ -263,7 +262,8 @@ def test_records_are_made_by_group_and_each_item_has_its_own(tmp_path: Path) -> 
         kept[item.key] = images
 
     runner: Any = player
-    items = asyncio.run(evaluate_answers(asked, config, runner, 0, keep, lambda member: None))
+    runner.config = config
+    items = asyncio.run(evaluate_answers(asked, runner, 0, keep, lambda member: None))
     assert Counter(map(len, player.described)) == {1: 60, 4: 60}
     assert all(len({id.group for id in ids}) == 1 for ids in player.described)
     assert {item.key: item.text for item in items} == {

@@ -22,7 +22,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.loggers.settings import AnySettings, TensorBoardSettings, WandbSettings
 from rayloop.loggers.threads import Logger, Loggers
 from rayloop.run.folder import RunFolder
-from rayloop.run.preflight import preflight
+from rayloop.run.preflight import preflight, prepare
 from tests.cluster.test_preflight import config
 from tests.support.runs import ROOT, eventually
 from tests.support.storage import full
@@ -226,7 +226,7 @@ def test_a_missing_package_is_refused_before_anything_starts(
         ConfigError,
         match=r'loggers\.0: kind wandb .* not installed.* pip install "rayloop\[wandb\]"',
     ):
-        preflight(wanted)
+        preflight(prepare(wanted))
 
 
 def test_a_folder_of_a_packages_name_is_no_package(
@@ -237,7 +237,7 @@ def test_a_folder_of_a_packages_name_is_no_package(
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (tmp_path / "wandb").mkdir()
     with pytest.raises(ConfigError, match="wandb, which is not installed"):
-        preflight(config(tmp_path, loggers=[{"kind": "wandb"}]))
+        preflight(prepare(config(tmp_path, loggers=[{"kind": "wandb"}])))
 
 
 def test_a_kind_may_be_chosen_once(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ from rayloop.core.groups import (
     UnscoredKind,
 )
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.identity import about, identity
+from rayloop.run.config import RunConfig
+from rayloop.run.identity import about
+from rayloop.run.preflight import prepare
 from tests.engines.training import trajectory
 from tests.support.clusters import private_ray
 from tests.support.drivers import made_driver
@@ -302,7 +303,7 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
 ) -> None:
     monkeypatch.setattr(annotating, "Calls", lambda pool, deadline, attempts: pool)
     before = Stage(tmp_path, digits_model, set())
-    hashes = identity(Prepared.of(before.config))
+    hashes = prepare(before.config).identity
     store = before.driver.checkpoints
     asked: list[int] = []
 

@@ -15,7 +15,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import LOCK, PREFIX, private_cluster, sweep
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import never_evaluated, on_training_rows
-from rayloop.run.preflight import MAX_BIASED_TOKENS, bannable, preflight
+from rayloop.run.preflight import MAX_BIASED_TOKENS, bannable, preflight, prepare
 
 MODEL = Path(__file__).parents[2] / "recipes/arc_vision/tiny"
 
@@ -35,7 +35,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
 def refusal(made: RunConfig) -> str:
     """Why preflight refuses it; empty when it does not."""
     try:
-        preflight(made)
+        preflight(prepare(made))
     except ConfigError as error:
         return str(error)
     return ""
@@ -68,7 +68,7 @@ def test_what_is_not_there_is_named_with_its_key(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        preflight(config(tmp_path, **changes))
+        preflight(prepare(config(tmp_path, **changes)))
 
 
 def test_only_what_a_command_reads_must_be_there(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_only_what_a_command_reads_must_be_there(tmp_path: Path) -> None:
         data={"train": "/nowhere/rows.jsonl", "eval": str(tmp_path / "rows.jsonl")},
         checkpoint={"resume": "/nowhere/step_1"},
     )
-    preflight(gone, trains=False, reads=("eval",))
+    preflight(prepare(gone), trains=False, reads=("eval",))
     with pytest.raises(ConfigError, match=r"data\.train: /nowhere/rows\.jsonl is not a file"):
-        preflight(gone, trains=False, reads=("train",))
+        preflight(prepare(gone), trains=False, reads=("train",))
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 0), (("--controls",), 2)])
@@ -98,7 +98,7 @@ def test_an_evaluation_asks_for_training_rows_with_controls_alone(
 
 def test_a_run_that_evaluates_names_held_out_rows_when_it_trains(tmp_path: Path) -> None:
     unheld = config(tmp_path, evaluation={"every": 5})
-    preflight(unheld, trains=False, reads=("train",))
+    preflight(prepare(unheld), trains=False, reads=("train",))
     assert (
         refusal(unheld)
         == "evaluation.every is 5, but data.eval names no rows. Set data.eval=FILE, or"
@@ -108,7 +108,7 @@ def test_a_run_that_evaluates_names_held_out_rows_when_it_trains(tmp_path: Path)
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
-        preflight(config(tmp_path, checkpoint={"resume": str(tmp_path)}))
+        preflight(prepare(config(tmp_path, checkpoint={"resume": str(tmp_path)})))
 
 
 SERVER = {"kind": "openai_http", "base_url": "http://127.0.0.1:1/v1", "model": "theirs"}
@@ -126,9 +126,9 @@ UPDATE = {"update": {"/load": {}}}
 def test_engines_that_cannot_be_trained_are_refused_by_training_only(
     tmp_path: Path, rollout: dict[str, Any], message: str
 ) -> None:
-    preflight(config(tmp_path, rollout=rollout), trains=False)
+    preflight(prepare(config(tmp_path, rollout=rollout)), trains=False)
     with pytest.raises(ConfigError, match=message):
-        preflight(config(tmp_path, rollout=rollout))
+        preflight(prepare(config(tmp_path, rollout=rollout)))
 
 
 def test_engines_that_can_be_trained_pass(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rayloop.commands.submit import job_command, pack
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import authentication, joined_cluster, without_proxy
 from rayloop.run.config import read
-from rayloop.run.preflight import preflight
+from rayloop.run.preflight import preflight, prepare
 from tests.support.heads import Head, checkout, cluster_command, head
 from tests.support.runs import ROOT, eventually, settings, tagged
 
@@ -165,7 +165,7 @@ def test_a_job_has_the_weights_and_the_rows_of_its_own_configuration(
     assert weights == {job / recipe / "loose"}
     assert rows == {"train.parquet", "val.parquet"}
     monkeypatch.chdir(job)
-    preflight(read(Path(configuration), overrides))
+    preflight(prepare(read(Path(configuration), overrides)))
 
 
 @pytest.mark.parametrize("ignored", ["*.safetensors", "mine/", "rows.parquet"])

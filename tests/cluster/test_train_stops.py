@@ -35,12 +35,13 @@ from rayloop.core.failures import (
 )
 from rayloop.launch.restarts import RESTARTED
 from rayloop.run.checkpoint import CheckpointStore
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.identity import ResumeRefused
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.lock import Fence
 from rayloop.run.origin import Origin
+from rayloop.run.preflight import Prepared, prepare
 from rayloop.run.records.events import EventLog
 from tests.support.runs import settings
 
@@ -77,8 +78,10 @@ class Stage:
         hashes: Any,
         since: int,
         fence: Fence,
+        doubts: list[str],
     ) -> Any:
         self.reported.append((resume, since))
+        assert doubts == ["a doubt"], "a driver that replaces another one warns as well"
         assert fence is self.folder.lock.fence, (
             "it must notice when the run is taken from this process"
         )
@@ -102,6 +105,9 @@ class Stage:
         here = SimpleNamespace(get_runtime_context=lambda: context, kill=self.kill)
         monkeypatch.setattr(train, "ray", here)
         monkeypatch.setattr(train, "create", self.create)
+        # The folder holds no model.
+        monkeypatch.setattr(Prepared, "identity", {})
+        monkeypatch.setattr(train, "doubtful_settings", lambda prepared: ["a doubt"])
         monkeypatch.setattr(train, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
         monkeypatch.setattr(train, "Following", lambda *_: SimpleNamespace(follow=self.follow))
         origin = Origin.of(self.folder.checkpoints, resume)
@@ -110,9 +116,8 @@ class Stage:
         try:
             with train._while_idle(ended) as check, self.folder.acquired(resume):
                 head = HeadWatch(self.note, self.ask, lambda _: self.node)
-                attempts = train.DriverAttempts(
-                    self.config, self.folder, origin, {}, progress, head
-                )
+                prepared = prepare(self.config)
+                attempts = train.DriverAttempts(prepared, self.folder, origin, progress, head)
                 attempts.run(check)
         except RayloopError as end:
             return end
@@ -370,12 +375,12 @@ def test_an_end_before_ray_starts_is_typed_and_an_event(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(train, "identity", fails)
+    monkeypatch.setattr(Prepared, "identity", property(fails))
     # The folder holds no chat template.
-    monkeypatch.setattr(train, "begun", lambda prepared, *_: prepared)
+    monkeypatch.setattr(Prepared, "begun", lambda prepared, *_: prepared)
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
     with pytest.raises(RayloopError):
-        train.train(Prepared.of(config), None, None)
+        train.train(prepare(config), None, None)
     found = RunFolder(config.output, config.name).events
     assert [(record["event"], record["error"]) for record in found] == [
         ("failed", name) for name in reported
@@ -404,7 +409,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_anything_begins(tmp_pat
     with pytest.raises(
         ConfigError, match="taken/run cannot be made or written to: Not a directory"
     ):
-        train.train(Prepared.of(config), None, None)
+        train.train(prepare(config), None, None)
 
 
 def test_a_restart_without_the_run_s_folder_begins_nothing(
@@ -413,5 +418,5 @@ def test_a_restart_without_the_run_s_folder_begins_nothing(
     monkeypatch.setenv(RESTARTED, "1")
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, output=str(tmp_path / "mount")))
     with pytest.raises(StorageFailed, match="is its storage mounted"):
-        train.train(Prepared.of(config), None, None)
+        train.train(prepare(config), None, None)
     assert not (tmp_path / "mount").exists()

@@ -129,7 +129,7 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
     """The evaluation is left out when the last finished step had one."""
     played: list[int] = []
 
-    async def play(asked: Any, config: Any, player: Any, step: int, *_: Any) -> list[Any]:
+    async def play(asked: Any, player: Any, step: int, *_: Any) -> list[Any]:
         played.append(step)
         return []
 

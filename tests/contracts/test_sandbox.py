@@ -34,8 +34,7 @@ from rayloop.core.types import Message, Task
 from rayloop.envs import programs
 from rayloop.envs.programs import ContainerSandbox, FusionSandbox, LocalSandbox, RunProgram
 from rayloop.envs.tools import ToolCalls
-from rayloop.run.preflight import held_in
-from rayloop.run.sections import EnvironmentSettings
+from rayloop.run.sections import EnvironmentSettings, held_in
 from tests.envs.programs import needs
 from tests.support import fusion, podman
 from tests.support.runs import eventually

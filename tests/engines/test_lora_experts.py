@@ -15,7 +15,8 @@ from rayloop.doctor.checks import configuration
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import FsdpSettings, LoraSettings, ModelSettings
 from rayloop.engines.shape import ModelSource
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
+from rayloop.run.preflight import prepare
 from tests.engines.training import engine, trajectory
 from tests.support.model_families import write
 from tests.support.runs import settings
@@ -55,9 +56,7 @@ def test_doctor_warns_of_them(mixture: Path, tmp_path: Path) -> None:
         settings(tmp_path, mixture, policy__engine__lora={"rank": 4})
     )
     assert f"policy.engine.lora: {UNADAPTED}" in [
-        one.found for one in configuration(Prepared.of(adapted)) if one.level == "warning"
+        one.found for one in configuration(prepare(adapted)) if one.level == "warning"
     ]
     whole = RunConfig.model_validate(settings(tmp_path, mixture))
-    assert not [
-        one for one in configuration(Prepared.of(whole)) if "policy.engine.lora" in one.found
-    ]
+    assert not [one for one in configuration(prepare(whole)) if "policy.engine.lora" in one.found]

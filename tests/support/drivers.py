@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ def made_driver(
     resume: str = "auto",
     hashes: Mapping[str, str] = NOTHING,
     services: Any = None,
+    doubts: Sequence[str] = (),
 ) -> Driver:
     """As its actor makes it, with other ``services`` if they are given."""
     reporter = Reporter(config, folder, open_logger)
     given = services or TrainingServices(config, str(folder), reporter.event)
     nobody: Any = None
-    return Driver(
-        config, given, reporter, Origin.of(folder / "checkpoints", resume), nobody, hashes
-    )
+    origin = Origin.of(folder / "checkpoints", resume)
+    return Driver(config, given, reporter, origin, nobody, hashes, doubts)

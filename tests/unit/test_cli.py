@@ -22,8 +22,8 @@ from rayloop.commands.eval import evaluation_folder
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.engines.shape import ModelSource
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.preflight import preflight
+from rayloop.run.config import RunConfig
+from rayloop.run.preflight import Prepared, preflight, prepare
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes/digits/quickstart.yaml"
@@ -63,9 +63,9 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
     """Its folder has no revisions."""
     seen: list[RunConfig] = []
 
-    def preflight(config: RunConfig, trains: bool, reads: Sequence[str]) -> Prepared:
-        seen.append(config)
-        return Prepared.of(config)
+    def preflight(prepared: Prepared, trains: bool, reads: Sequence[str]) -> Prepared:
+        seen.append(prepared.config)
+        return prepared
 
     monkeypatch.setattr("rayloop.commands.eval.preflight", preflight)
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda prepared, *_, **__: 0)
@@ -221,7 +221,7 @@ def test_a_model_without_tokenizer_or_template_is_refused_before_anything_starts
         "data": {"train": str(tmp_path / "rows.jsonl")},
     }
     with pytest.raises(ConfigError, match=why):
-        preflight(RunConfig.model_validate(config))
+        preflight(prepare(RunConfig.model_validate(config)))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "not JSON"])
@@ -232,7 +232,7 @@ def test_a_model_whose_configuration_is_damaged_is_refused_before_anything_start
     shutil.copytree(text_folder, folder)
     (folder / "config.json").write_text(content, encoding="utf-8")
     config = RunConfig.model_validate({**RUN, "model": {"path": str(folder)}})
-    for asked in (lambda: preflight(config), lambda: ModelSource(str(folder)).shape):
+    for asked in (lambda: preflight(prepare(config)), lambda: ModelSource(str(folder)).shape):
         with pytest.raises(ConfigError, match=r"config\.json"):
             asked()
 

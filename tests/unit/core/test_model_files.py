@@ -17,8 +17,8 @@ from rayloop.core import model_files
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_files import resolve
 from rayloop.engines.shape import ModelSource
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.identity import begun, identity
+from rayloop.run.config import RunConfig
+from rayloop.run.preflight import prepare
 from tests.support.runs import settings
 
 ROOT = Path(__file__).parents[3]
@@ -152,16 +152,16 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(
     values = settings(tmp_path, tmp_path)
     values["model"] = {"path": NAME}
     values["data"]["train"] = str(tmp_path / "rows.jsonl")
-    prepared = Prepared.of(RunConfig.model_validate(values))
-    began = begun(prepared, tmp_path)
-    before = identity(began)
+    prepared = prepare(RunConfig.model_validate(values))
+    began = prepared.begun(tmp_path)
+    before = began.identity
     assert (began.config.model.revision, before["weights"]) == (COMMIT, f"commit {COMMIT}")
     weights(hub, a=(1,))
     asked = answering(monkeypatch, OTHER)
     about = {"config": began.config.model_dump(mode="json", by_alias=True)}
-    prepared = Prepared.of(RunConfig.model_validate(values))
-    again = begun(prepared, tmp_path, SimpleNamespace(about=about))  # type: ignore[arg-type]
-    assert (identity(again), asked) == (before, [])
+    prepared = prepare(RunConfig.model_validate(values))
+    again = prepared.begun(tmp_path, SimpleNamespace(about=about))  # type: ignore[arg-type]
+    assert (again.identity, asked) == (before, [])
 
 
 def test_another_commit_than_the_cached_one_is_downloaded(

@@ -29,7 +29,8 @@ from rayloop.estimate.memory import (
     with_micro_batch,
 )
 from rayloop.estimate.run import duration, lengths, measured, most_image_tokens, plan
-from rayloop.run.config import Prepared, RunConfig, read
+from rayloop.run.config import RunConfig, read
+from rayloop.run.preflight import prepare
 from tests.gpu_fake.models import write_model
 from tests.support.runs import ROOT
 
@@ -90,7 +91,7 @@ def qwen3b() -> Shape:
 
 def test_charts_fit_one_card_of_40_gb_together() -> None:
     """Trainer and engine, at the guide's lengths, with a fifth left free."""
-    config = with_micro_batch(Prepared.of(read(PRESETS / "one_gpu.yaml", []))).config
+    config = with_micro_batch(prepare(read(PRESETS / "one_gpu.yaml", []))).config
     roles = [role for role in memory(config, qwen3b(), Lengths(850, 768, 320)) if role.gpus]
     assert [role.gpus for role in roles] == [0.5, 0.5]
     assert (
@@ -526,7 +527,7 @@ def test_an_image_has_the_tokens_of_the_runs_model(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
     config = run_of(model__path=str(tmp_path), model__max_pixels=1_003_520)
-    assert most_image_tokens(Prepared.of(config)) == tokens
+    assert most_image_tokens(prepare(config)) == tokens
 
 
 def test_a_larger_image_token_leaves_fewer_tokens_to_read() -> None:

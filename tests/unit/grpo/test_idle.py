@@ -18,8 +18,8 @@ from rayloop.doctor import checks
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.idle import idle
-from rayloop.run.config import Prepared, RunConfig, read
-from rayloop.run.preflight import idle_settings
+from rayloop.run.config import RunConfig, read
+from rayloop.run.preflight import idle_settings, prepare
 from tests.support.gradients import apart
 from tests.support.runs import ROOT
 from tests.unit.groups import make_member
@@ -177,8 +177,8 @@ def test_a_configuration_says_it(text: str, said: str, tmp_path: Path) -> None:
 
 
 def test_doctor_says_it_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "preflight", lambda config, model: None)
-    found = checks.configuration(Prepared.of(run(tmp_path, "policy: {loss: {clip_high: 0.3}}")))
+    monkeypatch.setattr(checks, "preflight", lambda prepared: None)
+    found = checks.configuration(prepare(run(tmp_path, "policy: {loss: {clip_high: 0.3}}")))
     [said] = [one for one in found if "clip_high" in one.found]
     assert said.level == "warning"
     assert (

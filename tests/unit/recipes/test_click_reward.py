@@ -16,7 +16,7 @@ from rayloop.recipes.arc_vision.data import ScreenRows
 from rayloop.recipes.arc_vision.reward import ClickReward
 from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from rayloop.run.config import read
-from rayloop.run.preflight import speaking
+from rayloop.run.preflight import Prepared
 from tests.support.pictures import picture
 from tests.support.runs import ROOT
 from tests.unit.run.test_language import model
@@ -65,6 +65,7 @@ def test_rows_are_asked_with_the_prompt_of_the_language(tmp_path: Path) -> None:
 def test_the_protocol_has_the_language_of_the_model(tmp_path: Path) -> None:
     layers = [recipes.benchmarks()["screenspot_click"]]
     config = read(ROOT / "recipes/arc_vision/arc_vision.yaml", [], layers)
-    spoken = speaking(config, ModelSource(model(tmp_path / "model", "qwen3_vl").path))
+    source = ModelSource(model(tmp_path / "model", "qwen3_vl").path)
+    spoken = Prepared(config, source).speaking().config
     assert spoken.data.reader.with_["language"] == "qwen3_vl"
     assert spoken.reward.source.with_["language"] == "qwen3_vl"

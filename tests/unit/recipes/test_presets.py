@@ -13,7 +13,7 @@ from rayloop.config.settings import check_components
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.run.config import RunConfig, read
 from rayloop.run.demand import demand
-from rayloop.run.preflight import preflight
+from rayloop.run.preflight import preflight, prepare
 from tests.support.runs import ROOT
 
 PRESETS = {"gpu_1": 1, "gpu_8": 8, "nodes_2": 16, "asynchronous": 8, "lora_kl": 2}
@@ -48,7 +48,7 @@ def test_what_can_be_checked_before_a_start_is_fine(
     (snapshot.parents[1] / "refs" / "main").write_text("0" * 40, encoding="utf-8")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     check_components(config)
-    preflight(config)
+    preflight(prepare(config))
 
 
 def test_it_asks_for_the_gpus_of_its_name(preset: tuple[str, RunConfig]) -> None:

@@ -20,9 +20,10 @@ from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import Task
 from rayloop.recipes.digits.data import DigitRows
 from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore
-from rayloop.run.config import Prepared, RunConfig
+from rayloop.run.config import RunConfig
 from rayloop.run.export import recorded
-from rayloop.run.identity import TEMPLATE_TIME, about, changes, check, dated, identity
+from rayloop.run.identity import about, changes, check
+from rayloop.run.preflight import TEMPLATE_TIME, dated, prepare
 from tests.support.runs import ROOT, set_key, settings
 
 MODEL = ROOT / "recipes/arc_vision/tiny"
@@ -60,7 +61,7 @@ class Run:
 
     @property
     def hashes(self) -> dict[str, str]:
-        return identity(Prepared.of(self.config))
+        return prepare(self.config).identity
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -307,7 +308,7 @@ def test_edited_rows_of_the_same_number_are_reported(made: Run) -> None:
 def test_a_model_that_is_nowhere_has_no_identity(made: Run) -> None:
     made.values["model"]["path"] = "nobody/nothing"
     with pytest.raises(ConfigError):
-        identity(Prepared.of(made.config))
+        _ = prepare(made.config).identity
 
 
 def test_a_run_folder_of_another_version_is_refused_with_key_and_file(made: Run) -> None:

@@ -21,7 +21,7 @@ from rayloop.envs.grammar.rules import Extent
 from rayloop.envs.grammar.screens import Beginning, ScreenSettings
 from rayloop.recipes.arpo.reward import ArpoReward
 from rayloop.run.config import RunConfig, read
-from rayloop.run.preflight import speaking
+from rayloop.run.preflight import Prepared
 from rayloop.sft.stage import Examples, SftConfig
 from rayloop.view.filmstrip import _screen_settings
 from tests.support.pictures import picture
@@ -44,6 +44,11 @@ class Shouted:
 
     def write(self, actions: Actions, screen: Extent) -> str:
         return "CLICK 1 2!"
+
+
+def speaking(config: RunConfig, source: ModelSource) -> RunConfig:
+    """The run with the language of this model."""
+    return Prepared(config, source).speaking().config
 
 
 def model(folder: Path, model_type: str, **more: Any) -> ModelSource:

@@ -17,8 +17,8 @@ from rayloop.commands.data import validate_run
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import learned_positions, positions
 from rayloop.doctor.checks import configuration
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.preflight import beyond_positions, preflight
+from rayloop.run.config import RunConfig
+from rayloop.run.preflight import beyond_positions, preflight, prepare
 from tests.support.runs import ROOT
 
 MODEL = ROOT / "recipes/arc_vision/tiny"
@@ -125,15 +125,13 @@ def test_longer_episodes_are_said_of_before_and_at_the_start(
     changes: dict[str, Any], longest: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(tmp_path, 128, **changes)
-    said = beyond_positions(Prepared.of(run))
+    said = beyond_positions(prepare(run))
     assert (
         f"has 128 positions (max_position_embeddings), and an episode may have {longest} tokens"
         in said
     )
-    preflight(run)
-    [warning] = [
-        finding for finding in configuration(Prepared.of(run)) if finding.level == "warning"
-    ]
+    preflight(prepare(run))
+    [warning] = [finding for finding in configuration(prepare(run)) if finding.level == "warning"]
     assert "128 positions" in warning.found
     assert warning.remedy.startswith("Set environment.episode.max_tokens")
     assert validate_run(run) == 0
@@ -142,8 +140,8 @@ def test_longer_episodes_are_said_of_before_and_at_the_start(
 
 def test_nothing_is_said_of_episodes_that_fit(tmp_path: Path) -> None:
     run = run_of(tmp_path, 128, **episode(max_tokens=128, max_prompt_tokens=64))
-    assert beyond_positions(Prepared.of(run)) == ""
-    assert [finding.level for finding in configuration(Prepared.of(run))] == ["ok"]
+    assert beyond_positions(prepare(run)) == ""
+    assert [finding.level for finding in configuration(prepare(run))] == ["ok"]
 
 
 def test_held_out_episodes_may_be_the_longer_ones(tmp_path: Path) -> None:
@@ -151,7 +149,7 @@ def test_held_out_episodes_may_be_the_longer_ones(tmp_path: Path) -> None:
     over = {"environment.episode.max_tokens": 512, "environment.episode.max_prompt_tokens": 400}
     data = {"train": str(tmp_path / "rows.jsonl"), "eval": str(tmp_path / "rows.jsonl")}
     run = run_of(tmp_path, 128, **short, evaluation={"over": over}, data=data)
-    assert "an episode may have 464 tokens" in beyond_positions(Prepared.of(run))
+    assert "an episode may have 464 tokens" in beyond_positions(prepare(run))
 
 
 def test_a_table_of_positions_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
@@ -165,5 +163,5 @@ def test_a_table_of_positions_that_ends_too_early_is_an_error(tmp_path: Path) ->
     with pytest.raises(
         ConfigError, match=r"has 128 positions .* Set environment.episode.max_tokens"
     ):
-        preflight(run)
-    assert configuration(Prepared.of(run))[0].level == "error"
+        preflight(prepare(run))
+    assert configuration(prepare(run))[0].level == "error"

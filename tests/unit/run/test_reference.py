@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from rayloop.core.failures import ConfigError
 from rayloop.engines.shape import ModelSource
 from rayloop.estimate.memory import of_reference
-from rayloop.run.config import Prepared, RunConfig
-from rayloop.run.preflight import alike
+from rayloop.run.config import RunConfig
+from rayloop.run.preflight import alike, prepare
 from rayloop.run.sections import ReferenceSettings
 
 MODEL = Path(__file__).parents[3] / "recipes/arc_vision/tiny"
@@ -116,7 +116,7 @@ def changed(file: Path, change: Any) -> None:
 
 
 def check(path: Path | str) -> None:
-    alike(Prepared.of(config(policy=KL, reference={"path": str(path)})))
+    alike(prepare(config(policy=KL, reference={"path": str(path)})))
 
 
 def test_a_copy_of_the_model_is_alike_and_a_server_is_asked_by_the_actors(tmp_path: Path) -> None:
