@@ -60,7 +60,7 @@ EVALUATION_COROUTINES = 10_000
 
 
 class NothingScored(RayloopError):
-    """No answer of an evaluation could be scored, so there are no results to report."""
+    """No answer of an evaluation could be scored, so it has no result."""
 
 
 def evaluate(

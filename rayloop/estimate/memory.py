@@ -317,7 +317,7 @@ def activations(
 def _kept(
     engine: FsdpSettings, on_gpu: bool, shape: Shape, tokens: int, keys: int, images: int
 ) -> tuple[int, int]:
-    """The kept ``activations``, and those of the layer whose backward pass runs.
+    """The kept ``activations``, and the activations of the layer whose backward pass runs.
 
     The backward pass of a layer begins after the logits are freed. A frozen vision tower keeps
     nothing.
@@ -337,7 +337,7 @@ def _kept(
 def _kept_by_language_model(
     shape: Shape, tokens: int, keys: int, recomputes: bool
 ) -> tuple[int, int]:
-    """Numbers that the language model keeps, and those of one layer.
+    """Numbers that the language model keeps, and the numbers of one layer.
 
     For each layer and token 8 hidden vectors (inputs and outputs of the norms, queries, attention
     and its projection, residuals), keys and values, and 4 vectors of the MLP's width (after
@@ -366,7 +366,7 @@ def _kept_by_language_model(
 def _kept_by_vision_tower(
     vision: Mapping[str, Any], patches: int, recomputes: bool
 ) -> tuple[int, int]:
-    """Numbers that a trained vision tower keeps, and those of one layer with checkpointing.
+    """Numbers that a trained vision tower keeps, and the numbers of one layer with checkpointing.
 
     It keeps the pixels and the activations of its merger too.
     """
@@ -391,7 +391,7 @@ def _pixels(vision: Mapping[str, Any]) -> int:
 
 
 def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int], int]:
-    """Bytes of one engine by purpose, and the part of its cache that it can do without.
+    """Bytes of one engine by purpose, and the part of its cache that it does not need.
 
     Weights, and the cache of the sequences that are decoded together.
     """

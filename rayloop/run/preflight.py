@@ -106,7 +106,7 @@ class Prepared:
         try:
             described = read_json(self.model.files.folder / "config.json")
         except ConfigError:
-            # A language that is named can do without the model's description.
+            # A named language does not need the model's description.
             if config.environment.language == AUTO:
                 raise
         speaker = Model(self.model.path, described)
@@ -269,7 +269,7 @@ def _longest(config: RunConfig) -> int:
 def alike(prepared: Prepared) -> None:
     """Raises ConfigError unless the model of ``reference.path`` has the policy's tokens and images.
 
-    Actors compare those of a server.
+    With a server, the actors compare them.
     """
     path = prepared.config.reference.path
     if path is None or prepared.config.reference.server:
