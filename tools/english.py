@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-LIMIT_PER_1000_LINES = 8.0
+LIMIT_PER_1000_LINES = 4.0
 """The rate that each kind of text may have."""
 PRODUCT = ("rayloop", "actors", "cluster", "serve_apps", "judge", "recipes")
 PAGES = ("docs", "deploy", "benchmarks")
