@@ -39,7 +39,7 @@ from tests.contracts.test_engine import Served
 from tests.engines.prompts import image
 from tests.engines.training import engine as trainer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 TURNS, EPISODES = 3, 6
 LIMIT = 1e-3
