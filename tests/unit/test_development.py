@@ -147,6 +147,5 @@ def test_a_test_that_needs_an_extra_is_skipped_where_it_is_not_installed() -> No
                 unguarded |= {
                     (path.name, name) for name in needed if f'importorskip("{name}"' not in text
                 }
-    assert unguarded <= {("mcp_server.py", "mcp")}, (
-        "say pytest.importorskip first"
-    )  # that one is a program
+    programs = {("mcp_server.py", "mcp"), ("listener.py", "Xlib")}
+    assert unguarded <= programs, "say pytest.importorskip first"
