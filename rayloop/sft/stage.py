@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Self
@@ -38,7 +38,7 @@ from rayloop.envs.grammar.choice import AUTO, Model, chosen, spoken
 from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
 from rayloop.envs.grammar.screens import asked_in
 from rayloop.envs.history.contexts import Contexts, context_turn
-from rayloop.envs.history.past import Past
+from rayloop.envs.history.past import AnswerReader, Past
 from rayloop.envs.history.policies import HISTORY, WINDOW, component, of_language
 from rayloop.run.sections import DataSettings, Placement
 from rayloop.sft.answers import ANSWERS, built, checked
@@ -144,8 +144,9 @@ class SftConfig(SettingsModel):
     history: Annotated[Component, HISTORY, BeforeValidator(component)] = Component(use=WINDOW)
     """What the model is shown of its past at each answer of a conversation.
 
-    As ``environment.history`` of the run for which this is the warm start. The images of a row that
-    has a whole prompt always stay.
+    As ``environment.history`` of the run for which this is the warm start. The images of a whole
+    prompt always stay; with earlier answers in it, as ``data convert`` writes rows, they are
+    screens.
     """
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()
@@ -184,6 +185,7 @@ class Examples:
         self.answers = built(config.answers)
         self.spoken: LanguageChoice = "" if config.language == AUTO else config.language
         self.history = of_language(config.history, self.spoken, "computer", "the stage")
+        self.reader = AnswerReader(self.spoken)
         self.sampling = self.renderer.sampling(Sampling())
 
     def item(self, task: Task, rng: random.Random) -> TrainItem:
@@ -200,12 +202,9 @@ class Examples:
                 if image.data is not None:
                     images[image.ref.sha256] = image.data
 
-        asked = asked_in(self.language, task)
         contexts = Contexts(self.renderer, self.history, self.spoken)
-        # The image of a row that only says a task is the first screen.
-        task_images = () if task.bare else tuple(task.images)
-        past = Past(tuple(asked.messages), task_images=task_images)
-        show("prompt", self.renderer.prompt(contexts.begin(past, task.tools), task.tools))
+        prompt = contexts.begin(self._past(task), task.tools)
+        show("prompt", self.renderer.prompt(prompt, task.tools))
         answer = checked(self.answers.answer(task, rng), task)
         for is_answer, messages in groupby(answer, key=_is_assistant):
             if is_answer:
@@ -233,6 +232,21 @@ class Examples:
             image_bytes=images,
         )
         return TrainItem(trajectory, advantage=0.0, streams=SUPERVISED)
+
+    def _past(self, task: Task) -> Past:
+        """What comes before the answer. Raises DataFailure for an unusable image."""
+        asked = asked_in(self.language, task).messages
+        first, *earlier = [list(messages) for _, messages in groupby(asked, key=_is_assistant)]
+        # The image of a row that only says a task is the first screen, and so is that of a row
+        # with earlier answers.
+        task_images = () if task.bare or earlier else tuple(task.images)
+        past = Past(tuple(first), task_images=task_images)
+        nothing: list[Message] = []
+        exchanges = zip_longest(earlier[::2], earlier[1::2], fillvalue=nothing)
+        for number, (said, observation) in enumerate(exchanges):
+            answer = self.reader.answer(number, "".join(_texts(said)))
+            past = past.followed_by(answer, observation)
+        return past
 
 
 def _is_assistant(message: Message) -> bool:

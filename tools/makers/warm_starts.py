@@ -26,17 +26,17 @@ PAGES = (
     "click-collapsible",
 )
 """Those of recipes/arpo/short.yaml, and two that need two clicks."""
-EPISODES = 3000
+EPISODES_OF_DEMONSTRATIONS = 3000
 DEMONSTRATIONS = DATA / "languages"
 STARTS = MODELS / "languages"
 RELATIVE = {"coordinates": "relative"}
 UI_TARS = json.dumps({"language": "ui_tars", "pointing": RELATIVE})
-PIXELS = 37632
+IMAGE_PIXELS = 37632
 """``model.max_pixels`` of the recipe, and ``model.min_pixels``."""
-RESIZED = (168, 224)
-"""The resized screenshot, in whose pixels Qwen2.5-VL writes its points."""
+RESIZED_SIZE = (168, 224)
+"""The sides of a screenshot of so many pixels, in which Qwen2.5-VL writes its points."""
 QWEN = json.dumps(
-    {"language": "qwen2_5_vl", "pointing": {"min_pixels": PIXELS, "max_pixels": PIXELS}}
+    {"language": "qwen2_5_vl", "pointing": {"min_pixels": IMAGE_PIXELS, "max_pixels": IMAGE_PIXELS}}
 )
 OPENING = (
     '<tool_call>\n{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": ['
@@ -49,7 +49,7 @@ def main() -> None:
     """Make the three models. Raises CalledProcessError."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     if not (DEMONSTRATIONS / "warm.parquet").exists():
-        episodes = ["--episodes", EPISODES, "--pages", *PAGES]
+        episodes = ["--episodes", EPISODES_OF_DEMONSTRATIONS, "--pages", *PAGES]
         run("tools.makers.browser_clicks", DEMONSTRATIONS, *episodes)
     in_qwen = converted("qwen2_5_vl", QWEN)
     in_ui_tars = converted("ui_tars", UI_TARS)
@@ -73,7 +73,7 @@ def calls() -> dict[str, str]:
 
     A click is four of them, as in UI-TARS' language.
     """
-    width, height = RESIZED
+    width, height = RESIZED_SIZE
     columns = {f"{x}, ": nearest(x, width) for x in range(width + 1)}
     rows = {f"{y}]": nearest(y, height) for y in range(height + 1)}
     return {OPENING: "<bbox>[", CLOSING: "]</bbox>", **columns, **rows}

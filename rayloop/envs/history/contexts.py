@@ -43,11 +43,15 @@ class Contexts:
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     def begin(self, past: Past, tools: Sequence[Mapping[str, Any]]) -> Sequence[Message]:
-        """Return the messages of the first context. Raises EnvironmentFailed."""
+        """Return the messages of the first context. Raises EnvironmentFailed.
+
+        Answers of ``past`` were not sampled: they are tokenized as context.
+        """
         self._past = past
         self._tools = tools
+        self._sampled = [self._renderer.answer(each.answer.text) for each in past.exchanges]
         self._shown = self._next_shown()
-        return [message for message in self._shown if isinstance(message, Message)]
+        return [_as_message(message) for message in self._shown]
 
     def after(self, text: str, sampled: TokenIds, messages: Sequence[Message]) -> Continuation:
         """Return what follows the answer ``sampled``, whose ``text`` the environment got.
@@ -142,6 +146,12 @@ class Contexts:
         # An image would be on both sides of the border, or the history shows the observation in
         # another way: then all of it is context.
         return whole, Rendered(())
+
+
+def _as_message(message: Message | PastAnswer) -> Message:
+    if isinstance(message, Message):
+        return message
+    return Message(ASSISTANT, (message.text,))
 
 
 def _is_answer(message: Message | PastAnswer) -> bool:

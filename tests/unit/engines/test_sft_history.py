@@ -25,7 +25,12 @@ def conversation(task: Task, rng: random.Random) -> list[Message]:
     return messages[:-1]
 
 
-def example(folder: Path, history: Any) -> tuple[Trajectory, Renderer]:
+def last_answer(task: Task, rng: random.Random) -> str:
+    """The last answer of the conversation, for a row with the others in its prompt."""
+    return ANSWERS[-1]
+
+
+def examples(folder: Path, history: Any, answers: str = "conversation") -> Examples:
     config = SftConfig.model_validate(
         {
             "output": "unused",
@@ -33,13 +38,17 @@ def example(folder: Path, history: Any) -> tuple[Trajectory, Renderer]:
             "batch_size": 1,
             "model": {"path": str(folder)},
             "data": {"train": "unused"},
-            "answers": {"use": f"{__name__}:conversation"},
+            "answers": {"use": f"{__name__}:{answers}"},
             "history": history,
         }
     )
+    return Examples(config)
+
+
+def example(folder: Path, history: Any) -> tuple[Trajectory, Renderer]:
     task = Task("t", (Message("user", ("Send the form.", ImageSource(data=picture(28, 28)))),))
-    examples = Examples(config)
-    return examples.item(task, random.Random(0)).trajectory, examples.renderer
+    made = examples(folder, history)
+    return made.item(task, random.Random(0)).trajectory, made.renderer
 
 
 @pytest.mark.parametrize(
@@ -65,3 +74,29 @@ def test_what_the_history_leaves_out_is_not_in_a_context(vision_folder: Path) ->
     assert "thought 2" not in text
     # The image of the task's row, and the screen before the last answer.
     assert [image.height for image in last.images] == [28, 112]
+
+
+@pytest.mark.parametrize(
+    ("history", "heights"),
+    [
+        ("full", [56, 84, 112]),
+        ("drop_thoughts", [56, 84, 112]),
+        ({"last_images": 1}, [112]),
+        ({"last_turns": 2}, [84, 112]),
+    ],
+)
+def test_a_row_with_earlier_answers_in_its_prompt_shows_what_the_episode_did(
+    vision_folder: Path, history: Any, heights: list[int]
+) -> None:
+    begin = Message("user", ("Send the form.",))
+    rng = random.Random(0)
+    *before, _ = conversation(Task("t", ()), rng)
+    episode = examples(vision_folder, history).item(Task("t", (begin,)), rng).trajectory
+    row_of_the_last_turn = Task("t:4", (begin, *before))
+    row = examples(vision_folder, history, "last_answer").item(row_of_the_last_turn, rng)
+
+    *_, in_episode = episode.segments
+    (in_row,) = row.trajectory.segments
+    assert in_row.flatten().token_ids.tolist() == in_episode.flatten().token_ids.tolist()
+    assert [image.height for image in in_row.images] == heights
+    assert row.trajectory.sampled_turns == episode.sampled_turns[-1:]
