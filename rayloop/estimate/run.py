@@ -11,6 +11,7 @@ from rayloop.chat.tokenizer import read_json
 from rayloop.core.failures import ConfigError, DataFailure, counted
 from rayloop.data.images import image_geometry
 from rayloop.data.rows import rows
+from rayloop.envs.settings import EpisodeSettings
 from rayloop.estimate.memory import Lengths
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
@@ -174,7 +175,7 @@ def plan(
         evaluations=evaluations,
         seconds=seconds,
         groups=algorithm.groups_per_step,
-        image_tokens=_image_tokens(config, tokens_per_image),
+        image_tokens=_image_tokens(config.environment.episode, tokens_per_image),
         held_out=held_out,
     )
 
@@ -186,14 +187,13 @@ def _max_tokens(config: RunConfig, tokens_per_image: int) -> tuple[int, int]:
     response = min(episode.max_turns * config.rollout.sampling.max_tokens, response_limit)
     if episode.max_turns == 1:
         return episode.max_prompt_tokens, response
-    image_tokens = min(_image_tokens(config, tokens_per_image), episode.max_tokens // 2)
+    image_tokens = min(_image_tokens(episode, tokens_per_image), episode.max_tokens // 2)
     prompt = max(episode.max_tokens - response, image_tokens)
     return prompt, episode.max_tokens - prompt
 
 
-def _image_tokens(config: RunConfig, tokens_per_image: int) -> int:
+def _image_tokens(episode: EpisodeSettings, tokens_per_image: int) -> int:
     """The most tokens of an episode's images, all of the largest size."""
-    episode = config.environment.episode
     return min(episode.max_images, episode.max_turns) * tokens_per_image
 
 
