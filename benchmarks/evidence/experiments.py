@@ -168,7 +168,6 @@ EXPERIMENTS = {
             ),
         },
         pooled=True,
-        by_source=True,
         needs=(
             f"{_WARM_STARTS}; python -m rayloop data prepare arpo --out runs/data/histories --train"
             " 160 --val 48 --pages click-button-sequence click-collapsible click-dialog-2"
