@@ -729,7 +729,7 @@ def test_a_missing_image_is_found_at_the_reset(tmp_path: Path) -> None:
         ("{not json}", "not valid JSON"),
         ("[1]", "must look like"),
         ('{"name": "crop", "arguments": [1]}', "must be an object"),
-        ('{"name": "zoom", "arguments": {}}', "no tool 'zoom'"),
+        ('{"name": "zoom", "arguments": {}}', "unknown tool 'zoom'"),
         ('{"name": "crop", "arguments": {}}', "needs the argument 'box'"),
         ('{"name": "crop", "arguments": {"box": "all"}}', "must be of type array"),
         ('{"name": "crop", "arguments": {"box": [1]}}', "box must be"),
