@@ -252,6 +252,9 @@ def package(name: str) -> tuple[pytest.MarkDecorator, ...]:
 
 
 ENV = (pytest.mark.env, pytest.mark.timeout(600))
+HOSTILE_PAGE = str(ROOT / "tests/support/hostile_page")
+SLOW_MACHINE = {"action_timeout": 30.0}
+"""Seconds for a turn's actions: a slow machine is not what these tests look for."""
 SCREEN = "bwrap", "Xvfb", "openbox", "xterm", "mousepad", "pcmanfm"
 ENVIRONMENTS = [
     Case("rayloop.envs.single_turn:SingleTurn", result=False, raises=False),
@@ -292,6 +295,7 @@ ENVIRONMENTS = [
     ),
     Case(
         "rayloop.envs.browser.miniwob:MiniWob",
+        options={"browser": SLOW_MACHINE},
         extra={"page": "click-test", "seed": 1},
         each=5,
         raises=False,
@@ -299,7 +303,7 @@ ENVIRONMENTS = [
     ),
     Case(
         "rayloop.envs.browser.web:WebPage",
-        options={"folder": str(ROOT / "tests/support/hostile_page")},
+        options={"folder": HOSTILE_PAGE, "browser": SLOW_MACHINE},
         each=5,
         raises=False,
         extra={"url": "index.html", "check": "false"},
@@ -307,7 +311,12 @@ ENVIRONMENTS = [
     ),
     Case(
         "rayloop.envs.browser.web:WebPage",
-        options={"folder": str(ROOT / "tests/support/hostile_page"), "device": "phone", "scale": 1},
+        options={
+            "folder": HOSTILE_PAGE,
+            "browser": SLOW_MACHINE,
+            "device": "phone",
+            "scale": 1,
+        },
         each=5,
         raises=False,
         extra={"url": "index.html", "check": "false"},
@@ -316,7 +325,7 @@ ENVIRONMENTS = [
     Case(
         "rayloop.envs.browser.phone:Phone",
         lambda: [*hostile.moves()[::3], *hostile.phone_calls()],
-        options={"language": "mobilegym", "scale": 1},
+        options={"language": "mobilegym", "browser": SLOW_MACHINE, "scale": 1},
         each=5,
         raises=False,
         extra={"phone": "set-alarm", "seed": 1},

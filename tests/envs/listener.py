@@ -57,23 +57,37 @@ def line(display: Any, event: Any) -> list[object]:
     return []
 
 
-def full_screen(display: Any) -> None:
-    """Show the window."""
+def window_of(display: Any, side: int, **attributes: Any) -> Any:
+    """A shown window in the upper left corner; ``side`` 0 means the whole screen."""
     root = display.screen().root
     size = root.get_geometry()
     window = root.create_window(
-        0, 0, size.width, size.height, 0, X.CopyFromParent, background_pixel=0
+        0,
+        0,
+        side or size.width,
+        side or size.height,
+        0,
+        X.CopyFromParent,
+        background_pixel=0,
+        **attributes,
     )
-    window.change_attributes(event_mask=POINTER_EVENTS | KEY_EVENTS)
-    state = display.intern_atom("_NET_WM_STATE")
-    fullscreen = display.intern_atom("_NET_WM_STATE_FULLSCREEN")
-    window.change_property(state, display.intern_atom("ATOM"), 32, [fullscreen])
     window.map()
+    return window
 
 
 def main() -> None:
     display = Display()
-    full_screen(display)
+    # The desktop waits until the window manager has given the keyboard to a window. Clicks in such
+    # a window are held back, and keys would overtake them: another window, which is not managed,
+    # takes its place at the first key.
+    window_of(display, side=1, event_mask=X.KeyPressMask)
+    while display.next_event().type != X.KeyPress:
+        pass
+    events = POINTER_EVENTS | KEY_EVENTS
+    window = window_of(display, side=0, override_redirect=True, event_mask=events)
+    display.sync()
+    window.set_input_focus(X.RevertToParent, X.CurrentTime)
+    display.flush()
     with open(sys.argv[1], "w", buffering=1, encoding="utf-8") as log:
         while True:
             event = display.next_event()

@@ -66,6 +66,15 @@ class Listening:
         self.desktop.put("listener.py", LISTENER)
         self.desktop.launch([os.path.realpath(sys.executable), "-S", "listener.py", "log"])
         self._read_bytes = 0
+        eventually(self._hears_keys, "a key arrives", 60, 0.5)
+
+    def _hears_keys(self) -> bool:
+        """Press a key, which arrives once the window has the keyboard."""
+        self.desktop.ask("press", keys=["f8"])
+        log = self.desktop.home().get("log")
+        content = (log.content if log else None) or b""
+        self._read_bytes = len(content)
+        return b"F8" in content and content.endswith(b"\n")
 
     def environment(self, family: str) -> DesktopTasks:
         """An episode on the desktop, in a language."""
