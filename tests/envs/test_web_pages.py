@@ -4,6 +4,7 @@ sites, the tree.
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import io
 import threading
@@ -37,6 +38,7 @@ from tests.envs.programs import needs
 
 pytest.importorskip("playwright", reason="make test-env installs playwright")
 
+from rayloop.envs.browser.inputs import Inputs
 from rayloop.envs.browser.tab import Files
 from rayloop.envs.browser.web import WebPage
 
@@ -205,6 +207,29 @@ def test_several_actions_of_one_turn_fill_in_a_form(folder: Path) -> None:
         assert environment.evaluate() == 0
         assert environment.step("Action: press(key='enter')").done
         assert environment.evaluate() == 1
+
+
+def test_a_long_text_has_the_time_that_it_takes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How much the policy types is its choice: on a slow machine that is no failure of the page."""
+    typing = Inputs.perform
+
+    async def perform(self: Inputs, action: Action) -> None:
+        if isinstance(action, Type):
+            await asyncio.sleep(3)
+        await typing(self, action)
+
+    monkeypatch.setattr(Inputs, "perform", perform)
+    check = "document.getElementById('name').value.length >= 200"
+    with visiting(folder, "fields.html", check, browser={"action_timeout": 2.5}) as (
+        environment,
+        _,
+    ):
+        environment.step("Action: click(start_box='(60,20)')")
+        refused = environment.step(f"Action: type(content='{'x' * 4001}')")
+        assert refused.error == "one action types at most 4000 characters, not 4001"
+        assert environment.step(f"Action: type(content='{'x' * 200}')").done
 
 
 def test_the_tree_is_given_on_request(folder: Path) -> None:

@@ -18,7 +18,7 @@ from rayloop.envs.grammar.actions import (
     Sleep,
     Type,
 )
-from rayloop.envs.grammar.basic import NOTCH_PIXELS, notches
+from rayloop.envs.grammar.basic import CHARACTER_TIMEOUT_S, NOTCH_PIXELS, notches, typeable
 
 WAIT_S = 1.0
 """Seconds of a ``wait``."""
@@ -81,6 +81,17 @@ def pause(action: Action) -> float:
     return 0.0
 
 
+def extra_time(action: Action) -> float:
+    """Return the seconds that an action may take beyond ``browser.action_timeout``.
+
+    It waits on purpose, or it types: how long that takes is the policy's choice, and no failure of
+    the browser.
+    """
+    if isinstance(action, Type):
+        return len(action.text) * CHARACTER_TIMEOUT_S
+    return pause(action)
+
+
 class Inputs:
     """Playwright's mouse and keyboard of one page."""
 
@@ -128,7 +139,7 @@ class Inputs:
                 press_or_release_key = self._keyboard.down if down else self._keyboard.up
                 await press_or_release_key(_name(key))
             case Type(text):
-                await self._keyboard.type(text)
+                await self._keyboard.type(typeable(text))
             case Sleep():
                 await asyncio.sleep(pause(action))
             case _:

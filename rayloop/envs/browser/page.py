@@ -17,7 +17,7 @@ from rayloop.core.types import ImageSource, Task
 from rayloop.envs.browser.chromium import CLOSE_TIMEOUT_S
 from rayloop.envs.browser.containment import BrowserSettings, available
 from rayloop.envs.browser.host import Host, host_of
-from rayloop.envs.browser.inputs import NotHere, pause
+from rayloop.envs.browser.inputs import NotHere, extra_time
 from rayloop.envs.browser.tab import Files, PageHangs, PageTooLarge, Screen, Size, Tab
 from rayloop.envs.grammar.actions import Action, CallUser, Finish, GoBack, Mark, OpenUrl, Point
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
@@ -101,8 +101,8 @@ class PageEnvironment(ScreenEnvironment):
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
         """Carry out a turn's actions, up to the one that ends the episode.
 
-        Raises NotHere; ToolDeadline when what the policy did makes the page hang or fill the
-        memory.
+        Raises ValueError, in words for the policy; ToolDeadline when what the policy did makes the
+        page hang or fill the memory.
         """
         on_page: list[Action] = []
         ends = False
@@ -120,10 +120,11 @@ class PageEnvironment(ScreenEnvironment):
         self._sound = False
         try:
             # The deadlines of the page come first.
-            pauses = self.SETTLE_S + sum(map(pause, on_page))
+            pauses = self.SETTLE_S + sum(map(extra_time, on_page))
             timeout = 2 * self._settings.browser.action_timeout + pauses
             screen, texts = self._host.run(self._act(self._tab, on_page), timeout)
-        except NotHere:
+        except ValueError:
+            # The page is untouched by an action that it refuses.
             self._sound = True
             raise
         except (PageHangs, PageTooLarge) as error:

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.chromium import CLOSE_TIMEOUT_S, Chromium
 from rayloop.envs.browser.containment import BrowserSettings
-from rayloop.envs.browser.inputs import Inputs, NotHere, pause
+from rayloop.envs.browser.inputs import Inputs, NotHere, extra_time
 from rayloop.envs.browser.touch import PHONE_AGENT, TouchInputs
 from rayloop.envs.grammar.actions import Action, GoBack, OpenUrl, Point
 
@@ -207,7 +207,7 @@ class Tab:
                 await self.page.wait_for_load_state("load")
             return await self._look(expression)
 
-        pauses = settle + sum(map(pause, actions))
+        pauses = settle + sum(map(extra_time, actions))
         return await self._in_time(self._settings.action_timeout + pauses, run(), "the actions")
 
     async def _perform(self, action: Action) -> None:

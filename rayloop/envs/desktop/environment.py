@@ -35,17 +35,9 @@ from rayloop.envs.grammar.actions import (
     Sleep,
     Type,
 )
-from rayloop.envs.grammar.basic import notches
+from rayloop.envs.grammar.basic import CHARACTER_TIMEOUT_S, notches, typeable
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.sandbox import bubblewrap
-
-MAX_TYPED_CHARACTERS = 4_000
-"""Characters that one action may type."""
-CHARACTER_TIMEOUT_S = 0.05
-"""Seconds that typing a character may take before the desktop counts as lost.
-
-It takes one or two milliseconds.
-"""
 
 
 class DesktopTasks(ScreenEnvironment):
@@ -198,12 +190,7 @@ class DesktopTasks(ScreenEnvironment):
             case HoldKey(key, down):
                 ask("hold", key=key, down=down)
             case Type(text):
-                if len(text) > MAX_TYPED_CHARACTERS:
-                    raise ValueError(
-                        f"one action types at most {MAX_TYPED_CHARACTERS} characters, not"
-                        f" {len(text)}"
-                    )
-                self._desktop.type(text, self._settings.type_delay, CHARACTER_TIMEOUT_S)
+                self._desktop.type(typeable(text), self._settings.type_delay, CHARACTER_TIMEOUT_S)
             case Sleep(seconds):
                 time.sleep(self._settings.wait if seconds is None else seconds)
             case other:

@@ -26,6 +26,13 @@ from rayloop.envs.grammar.actions import (
 
 MAX_PAUSE_S = 10.0
 """Seconds of a wait, of a key or of a finger that stays down; a longer one is cut."""
+MAX_TYPED_CHARACTERS = 4_000
+"""Characters that one action may type."""
+CHARACTER_TIMEOUT_S = 0.05
+"""Seconds that typing a character may take before the screen counts as lost.
+
+It takes one or two milliseconds.
+"""
 MAX_NOTCHES = 50.0
 """Notches of a scroll; a longer one is cut."""
 USUAL_NOTCHES = 5.0
@@ -59,6 +66,15 @@ _OPPOSITE: dict[Direction, Direction] = {
     "left": "right",
     "right": "left",
 }
+
+
+def typeable(text: str) -> str:
+    """Return a text that one action may type. Raises ValueError, for the policy."""
+    if len(text) > MAX_TYPED_CHARACTERS:
+        raise ValueError(
+            f"one action types at most {MAX_TYPED_CHARACTERS} characters, not {len(text)}"
+        )
+    return text
 
 
 def notches(scroll: Scroll, width: int, height: int) -> float:
