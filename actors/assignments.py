@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayloop.core.groups import Credit, Group, Member
-from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
+from rayloop.core.groups import Credit, Group, Member, Ref
+from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.grpo.balance import MemberLength, mini_batches, shares
 from rayloop.grpo.settings import UpdateSettings
 from rayloop.grpo.staleness import lag

@@ -24,7 +24,7 @@ from rayloop.core.failures import (
     WorkerSpent,
     WorkerStartFailed,
 )
-from rayloop.core.types import Ref
+from rayloop.core.groups import Ref
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import ray
 
 from rayloop.actors.base import GROUPS
-from rayloop.core.types import Ref
+from rayloop.core.groups import Ref
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)

@@ -19,9 +19,10 @@ from rayloop.actors.base import Actor
 from rayloop.actors.failures import fetch
 from rayloop.core.failures import WorkerLost, WorkerStartFailed
 from rayloop.core.files import Checksum, appears
+from rayloop.core.groups import Ref
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import Manifest, TrainItem
-from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
+from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.engines.machine import grow_segments
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT_S

@@ -13,7 +13,8 @@ from rayloop.actors.base import Actor
 from rayloop.actors.failures import fetch
 from rayloop.core.failures import WorkerLost
 from rayloop.core.files import appears
-from rayloop.core.types import Ref, Trajectory
+from rayloop.core.groups import Ref
+from rayloop.core.types import Trajectory
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 
 Annotation = tuple[list[int], *tuple[Any, ...]]

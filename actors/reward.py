@@ -26,11 +26,11 @@ from rayloop.core.failures import (
     RewardLost,
     WorkerSpent,
 )
-from rayloop.core.groups import Group, Outcome, Scored, Unscored, UnscoredKind
+from rayloop.core.groups import Group, Outcome, Ref, Scored, Unscored, UnscoredKind
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import in_thread, own_frames
-from rayloop.core.types import UNGRADED, Ref, Task, Trajectory
+from rayloop.core.types import UNGRADED, Task, Trajectory
 from rayloop.rewards.functions import as_outcome, as_outcomes, as_source, infrastructure_errors
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.records.rollouts import RolloutRecord, rollout_record

@@ -25,8 +25,8 @@ from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import Failure, WorkerLost
-from rayloop.core.groups import Group, Outcome, Unscored, UnscoredKind
-from rayloop.core.types import Ref, RolloutRequest, Task, Trajectory
+from rayloop.core.groups import Group, Outcome, Ref, Unscored, UnscoredKind
+from rayloop.core.types import RolloutRequest, Task, Trajectory
 from rayloop.envs.episode import CLOSE_TIMEOUT_S
 from rayloop.rewards.settings import RewardSettings
 from rayloop.rollout.history import FailureHistory

@@ -21,9 +21,9 @@ from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import CheckpointError, ConfigError, PolicyLost, Preempted, WorkerLost
 from rayloop.core.files import appears
-from rayloop.core.groups import Group
+from rayloop.core.groups import Group, Ref
 from rayloop.core.protocols import Checksums
-from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
+from rayloop.core.types import Trajectory, TrajectoryId, Version
 from rayloop.launch.restarts import Budget
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.sections import PolicySettings

@@ -25,7 +25,7 @@ from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import AnswerLate, WorkerLost, WorkerStartFailed
-from rayloop.core.types import Ref
+from rayloop.core.groups import Ref
 from rayloop.rollout.verdict import Seat
 from rayloop.run.lifetime import RecoverySettings
 

@@ -4,13 +4,22 @@ No torch, no ray, no I/O.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from rayloop.core.failures import Cause, Failure
-from rayloop.core.types import STREAMS, Ref, Streams, Summary, Task, Trajectory, TrajectoryId
+from rayloop.core.types import STREAMS, Streams, Summary, Task, Trajectory, TrajectoryId
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Ref(Generic[T_co]):
+    """A value in the object store, now or later: Ray's ObjectRef at run time."""
+
+    def __await__(self) -> Generator[Any, None, T_co]:
+        raise NotImplementedError("Ref is a type only; Ray's ObjectRef is awaited")
 
 
 class UnscoredKind(StrEnum):

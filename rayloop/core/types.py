@@ -5,11 +5,11 @@ log-probs, all others are context. Token ids are the expanded ones (n per image)
 """
 
 import hashlib
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, pairwise
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -471,16 +471,6 @@ class Summary:
     states: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
     spans: tuple[tuple[str, float, float], ...] = field(default=(), compare=False)
-
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Ref(Generic[T_co]):
-    """A value in the object store, now or later: Ray's ObjectRef at run time."""
-
-    def __await__(self) -> Generator[Any, None, T_co]:
-        raise NotImplementedError("Ref is a type only; Ray's ObjectRef is awaited")
 
 
 SEED_BITS = 63

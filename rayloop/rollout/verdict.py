@@ -14,7 +14,8 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 from rayloop.core.failures import Cause, Failure, Scope
-from rayloop.core.types import Ref, RolloutRequest, Summary, Trajectory
+from rayloop.core.groups import Ref
+from rayloop.core.types import RolloutRequest, Summary, Trajectory
 
 FREE_ATTEMPTS = 10
 """Attempts that an episode has beyond its limit when other episodes ended its actors."""

@@ -27,7 +27,7 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Calls, Pool
 from rayloop.core.groups import Outcome
-from rayloop.core.types import Ref
+from rayloop.core.groups import Ref
 from rayloop.core.types import Task, Trajectory, Version
 
 

@@ -115,7 +115,7 @@ def test_tools_may_be_json_text_and_other_columns_of_that_name_are_named(
             "tool_calls of a message must be",
         ),
         ("<audio>What is said?", {"audio": ["a.wav"]}, "shown no audio"),
-        ("What does <image> do?", {}, "text and not a place stands in a part"),
+        ("What does <image> do?", {}, "text and not a place into a part"),
         (
             [
                 {

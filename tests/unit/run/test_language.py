@@ -218,7 +218,7 @@ def test_arpos_own_reader_has_no_other_language(tmp_path: Path) -> None:
     config = speaking(run(tmp_path, kind=kind), model(tmp_path / "model", "qwen3_vl"))
     with pytest.raises(ValueError, match=r"Set environment.language to ui_tars, or variant to cor"):
         config.environment.episode.environment.options()
-    with pytest.raises(ValueError, match=r"ARPO's rules, which are those of ui_tars"):
+    with pytest.raises(ValueError, match=r"ARPO's rules, and these belong to ui_tars"):
         ArpoReward.Settings(variant="original", language="qwen3_vl")
 
 
