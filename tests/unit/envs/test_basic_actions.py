@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rayloop.envs.browser.inputs import extra_time
 from rayloop.envs.grammar.actions import (
     Action,
     Answer,
@@ -22,7 +23,14 @@ from rayloop.envs.grammar.actions import (
     Type,
     Unsupported,
 )
-from rayloop.envs.grammar.basic import MAX_NOTCHES, MAX_PAUSE_S, BasicActions, notches
+from rayloop.envs.grammar.basic import (
+    MAX_NOTCHES,
+    MAX_PAUSE_S,
+    MAX_TYPED_CHARACTERS,
+    BasicActions,
+    notches,
+    typeable,
+)
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 
 A, B, C = Point(10, 20), Point(30, 40), Point(50, 60)
@@ -167,3 +175,17 @@ class SquareScreen(ScreenEnvironment):
 def test_a_swipe_that_leads_nowhere_is_said_on_a_touch_screen() -> None:
     with pytest.raises(ValueError, match="a swipe needs a direction"):
         BasicActions(1000, 1000, touch=True).of(Swipe())
+
+
+def test_a_page_waits_as_long_as_an_action_takes() -> None:
+    assert extra_time(Click(A)) == 0
+    assert extra_time(Sleep(2.5)) == 2.5
+    assert extra_time(Type("four hundred characters" * 20)) > 20
+    assert extra_time(Type("x" * 400)) == 2 * extra_time(Type("x" * 200))
+
+
+def test_one_action_types_a_text_of_bounded_length() -> None:
+    longest = "x" * MAX_TYPED_CHARACTERS
+    assert typeable(longest) == longest
+    with pytest.raises(ValueError, match="at most 4000 characters, not 4001"):
+        typeable(f"{longest}x")
