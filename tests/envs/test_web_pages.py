@@ -1,4 +1,4 @@
-"""Pages of one's own: every action as the page receives it, several sizes and spellings, checks,
+"""Pages of a folder: every action as the page receives it, several sizes and spellings, checks,
 sites, the tree.
 """
 
