@@ -348,7 +348,9 @@ def test_an_agent_that_shares_the_processes_ends_with_those_that_keep_it(
 
 def test_an_agent_whose_host_is_killed_ends(agent: Played, tmp_path: Path) -> None:
     def kill() -> None:
-        (server,) = [one for one in agent_env._fork_servers.values() if one.alive()][-1:]
+        servers = agent_env._fork_servers
+        alive = eventually(lambda: [one for one in servers.values() if one.alive()], "a host", 60)
+        server = alive[-1]
         eventually(lambda: len(memory.tree(server._process.pid)) > 3, "an agent", 60)
         os.kill(memory.children(server._process.pid)[0], 9)
 
