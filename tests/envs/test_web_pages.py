@@ -212,7 +212,7 @@ def test_several_actions_of_one_turn_fill_in_a_form(folder: Path) -> None:
 def test_a_long_text_has_the_time_that_it_takes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How much the policy types is its choice: on a slow machine that is no failure of the page."""
+    """The policy chooses how much it types: on a slow machine the page has not failed."""
     typing = Inputs.perform
 
     async def perform(self: Inputs, action: Action) -> None:

@@ -18,7 +18,7 @@ from rayloop.envs.grammar.actions import (
     Sleep,
     Type,
 )
-from rayloop.envs.grammar.basic import CHARACTER_TIMEOUT_S, NOTCH_PIXELS, notches, typeable
+from rayloop.envs.grammar.basic import CHARACTER_TIMEOUT_S, NOTCH_PIXELS, notches
 
 WAIT_S = 1.0
 """Seconds of a ``wait``."""
@@ -84,8 +84,8 @@ def pause(action: Action) -> float:
 def extra_time(action: Action) -> float:
     """Return the seconds that an action may take beyond ``browser.action_timeout``.
 
-    It waits on purpose, or it types: how long that takes is the policy's choice, and no failure of
-    the browser.
+    It waits on purpose, or it types. The policy chooses how much, so a long time does not mean
+    that the browser failed.
     """
     if isinstance(action, Type):
         return len(action.text) * CHARACTER_TIMEOUT_S
@@ -139,7 +139,7 @@ class Inputs:
                 press_or_release_key = self._keyboard.down if down else self._keyboard.up
                 await press_or_release_key(_name(key))
             case Type(text):
-                await self._keyboard.type(typeable(text))
+                await self._keyboard.type(text)
             case Sleep():
                 await asyncio.sleep(pause(action))
             case _:

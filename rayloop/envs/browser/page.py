@@ -101,8 +101,8 @@ class PageEnvironment(ScreenEnvironment):
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
         """Carry out a turn's actions, up to the one that ends the episode.
 
-        Raises ValueError, in words for the policy; ToolDeadline when what the policy did makes the
-        page hang or fill the memory.
+        Raises ValueError, in words for the policy, for what the page lacks; ToolDeadline when what
+        the policy did makes the page hang or fill the memory.
         """
         on_page: list[Action] = []
         ends = False
@@ -123,8 +123,7 @@ class PageEnvironment(ScreenEnvironment):
             pauses = self.SETTLE_S + sum(map(extra_time, on_page))
             timeout = 2 * self._settings.browser.action_timeout + pauses
             screen, texts = self._host.run(self._act(self._tab, on_page), timeout)
-        except ValueError:
-            # The page is untouched by an action that it refuses.
+        except NotHere:
             self._sound = True
             raise
         except (PageHangs, PageTooLarge) as error:

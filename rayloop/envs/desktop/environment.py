@@ -35,7 +35,7 @@ from rayloop.envs.grammar.actions import (
     Sleep,
     Type,
 )
-from rayloop.envs.grammar.basic import CHARACTER_TIMEOUT_S, notches, typeable
+from rayloop.envs.grammar.basic import CHARACTER_TIMEOUT_S, notches
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.sandbox import bubblewrap
 
@@ -190,7 +190,7 @@ class DesktopTasks(ScreenEnvironment):
             case HoldKey(key, down):
                 ask("hold", key=key, down=down)
             case Type(text):
-                self._desktop.type(typeable(text), self._settings.type_delay, CHARACTER_TIMEOUT_S)
+                self._desktop.type(text, self._settings.type_delay, CHARACTER_TIMEOUT_S)
             case Sleep(seconds):
                 time.sleep(self._settings.wait if seconds is None else seconds)
             case other:

@@ -68,15 +68,6 @@ _OPPOSITE: dict[Direction, Direction] = {
 }
 
 
-def typeable(text: str) -> str:
-    """Return a text that one action may type. Raises ValueError, for the policy."""
-    if len(text) > MAX_TYPED_CHARACTERS:
-        raise ValueError(
-            f"one action types at most {MAX_TYPED_CHARACTERS} characters, not {len(text)}"
-        )
-    return text
-
-
 def notches(scroll: Scroll, width: int, height: int) -> float:
     """Return how many notches the wheel turns on a screen of this size in pixels, at least 1."""
     if scroll.amount is None:
@@ -108,6 +99,11 @@ class BasicActions:
             raise ValueError(f"this screen has no {action.name}")
         if isinstance(getattr(action, "at", None), Mark):
             raise ValueError("the elements of this screen have no marks: give a point")
+        if isinstance(action, Type) and len(action.text) > MAX_TYPED_CHARACTERS:
+            count = len(action.text)
+            raise ValueError(
+                f"one action types at most {MAX_TYPED_CHARACTERS} characters, not {count}"
+            )
         results = self._parts(action)
         for result in results:
             place = getattr(result, "end", getattr(result, "at", None))

@@ -29,7 +29,6 @@ from rayloop.envs.grammar.basic import (
     MAX_TYPED_CHARACTERS,
     BasicActions,
     notches,
-    typeable,
 )
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 
@@ -186,6 +185,7 @@ def test_a_page_waits_as_long_as_an_action_takes() -> None:
 
 def test_one_action_types_a_text_of_bounded_length() -> None:
     longest = "x" * MAX_TYPED_CHARACTERS
-    assert typeable(longest) == longest
+    screen = BasicActions(100, 100)
+    assert screen.of(Type(longest)) == (Type(longest),)
     with pytest.raises(ValueError, match="at most 4000 characters, not 4001"):
-        typeable(f"{longest}x")
+        screen.of(Type(f"{longest}x"))
