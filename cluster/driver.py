@@ -59,8 +59,8 @@ class Driver:
     """The driver of a run, which owns all other actors.
 
     It lives in the actor ``handle`` (cluster/driver_actor.py). ``origin`` is the checkpoint to
-    continue from; ``hashes`` are ``Prepared.identity``, for the checkpoints; ``doubts`` are
-    warnings about the settings.
+    continue from; ``hashes`` are ``Prepared.identity``, for the checkpoints; ``warnings``
+    are about its settings.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Driver:
         origin: Origin,
         handle: Handle[LeasesEngines],
         hashes: Mapping[str, str] = NOTHING,
-        doubts: Sequence[str] = (),
+        warnings: Sequence[str] = (),
     ) -> None:
         """Read the data. Raises ConfigError."""
         self.config = config
@@ -113,7 +113,7 @@ class Driver:
         self.rollouts = RolloutManager(config, self.ledger, tasks, reporter, self.history)
         self.filters = build_filters(config.algorithm.filtering.filters)
         self.advantage = build_advantage(config.algorithm.advantage)
-        for reason in doubts:
+        for reason in warnings:
             self.warn(reason)
 
         self.held_out = held_out_rows(config, reporter)

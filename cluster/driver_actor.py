@@ -28,7 +28,7 @@ from rayloop.view.formatting import doing
 class DriverActor(Actor):
     """One asynchronous Ray actor per run, owned by the ``train`` process.
 
-    ``folder``: the run folder, visible to all nodes; ``hashes``, ``doubts``: of ``Driver``;
+    ``folder``: the run folder, visible to all nodes; ``hashes``, ``warnings``: of ``Driver``;
     ``resume``, ``since``, ``fence``: of ``Origin``, by default of a start now.
     """
 
@@ -40,12 +40,12 @@ class DriverActor(Actor):
         hashes: Mapping[str, str] = NOTHING,
         since: int | None = None,
         fence: Fence = OPEN,
-        doubts: Sequence[str] = (),
+        warnings: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.folder = folder
         self.hashes = hashes
-        self.doubts = doubts
+        self.warnings = warnings
         # ``here``: a network file system may have another device number on the node of this actor.
         fence = fence.here() if fence.number else fence
         self.origin = Origin.of(Path(folder) / "checkpoints", resume, since, fence)
@@ -57,7 +57,7 @@ class DriverActor(Actor):
         """The driver, which reads the data. ``handle`` is that of this actor."""
         services = TrainingServices(self.config, self.folder, self.reporter.event)
         return Driver(
-            self.config, services, self.reporter, self.origin, handle, self.hashes, self.doubts
+            self.config, services, self.reporter, self.origin, handle, self.hashes, self.warnings
         )
 
     async def main(self) -> dict[str, Any]:

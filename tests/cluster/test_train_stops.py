@@ -78,10 +78,10 @@ class Stage:
         hashes: Any,
         since: int,
         fence: Fence,
-        doubts: list[str],
+        warnings: list[str],
     ) -> Any:
         self.reported.append((resume, since))
-        assert doubts == ["a doubt"], "a driver that replaces another one warns as well"
+        assert warnings == ["a doubt"], "a driver that replaces another one warns as well"
         assert fence is self.folder.lock.fence, (
             "it must notice when the run is taken from this process"
         )

@@ -21,11 +21,11 @@ def made_driver(
     resume: str = "auto",
     hashes: Mapping[str, str] = NOTHING,
     services: Any = None,
-    doubts: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> Driver:
     """As its actor makes it, with other ``services`` if they are given."""
     reporter = Reporter(config, folder, open_logger)
     given = services or TrainingServices(config, str(folder), reporter.event)
     nobody: Any = None
     origin = Origin.of(folder / "checkpoints", resume)
-    return Driver(config, given, reporter, origin, nobody, hashes, doubts)
+    return Driver(config, given, reporter, origin, nobody, hashes, warnings)

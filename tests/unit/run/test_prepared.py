@@ -91,7 +91,7 @@ def test_a_driver_looks_no_model_up_and_says_what_was_doubtful_at_the_start(
     """Its node may not have the model's folder, which only ranks and engines need."""
     config = run_of(tmp_path)
     shutil.rmtree(config.model.path)
-    driver = made_driver(config, config.folder, doubts=["data.eval is data.train"])
+    driver = made_driver(config, config.folder, warnings=["data.eval is data.train"])
     assert lookups == []
     said = [record["why"] for record in driver.reporter.folder.events]
     assert said == ["data.eval is data.train"]
