@@ -17,6 +17,8 @@ from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import Prepared
 
+TOKEN_PIXELS = 28**2
+"""Pixels of an image token of Qwen2.5-VL."""
 _WARM_UP_STEPS = 1
 """First steps of a run that are not measured: caches are empty."""
 _DURATION_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
@@ -126,9 +128,9 @@ def most_image_tokens(prepared: Prepared) -> int:
     try:
         content = read_json(prepared.model.files.folder / "config.json")
         geometry = image_geometry(content, settings.min_pixels, settings.max_pixels)
-    # The model may be on another machine, or take no images.
     except (ConfigError, KeyError):
-        return settings.max_pixels // 784
+        # The model may be on another machine, or take no images.
+        return settings.max_pixels // TOKEN_PIXELS
     # The widest image leaves no pixel and no tile unused.
     patches = math.prod(geometry.grid(geometry.factor, geometry.max_pixels // geometry.factor))
     return patches // geometry.merge**2

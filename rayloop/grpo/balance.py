@@ -8,7 +8,6 @@ import heapq
 import random
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import ne
 from typing import NamedTuple, Self
 
 from rayloop.core.types import Summary, Trajectory, derive
@@ -84,8 +83,10 @@ def repeated_tokens(trajectory: Trajectory, image_token: int | None) -> int:
         # Image tokens are the same for all images, and their checksums are not.
         images = chain.from_iterable([image.sha256] * image.tokens for image in segment.images)
         content = [next(images, token) if token == image_token else token for token in tokens]
-        # The place of the first difference, or the end of the shorter one.
-        repeated += [*map(ne, previous, content), True].index(True)
+        for before, now in zip(previous, content, strict=False):
+            if before != now:
+                break
+            repeated += 1
         previous = content
     return repeated
 

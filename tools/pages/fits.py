@@ -19,11 +19,9 @@ from rayloop.estimate.memory import (
     memory,
     on_card,
 )
-from rayloop.estimate.run import lengths, plan
+from rayloop.estimate.run import TOKEN_PIXELS, lengths, plan
 from rayloop.run.config import read
 
-TOKEN_PIXELS = 28 * 28
-"""Pixels of an image token of Qwen2.5-VL."""
 _TOWER = {
     "hidden_size": 1280,
     "depth": 32,
