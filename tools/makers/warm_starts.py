@@ -4,7 +4,8 @@ tools.makers.warm_starts``.
 Hasty clicks (``browser_clicks.py``) are demonstrated in UI-TARS' language, and ``rayloop data
 convert`` writes them in each language, its own included. ``recipes/arc_vision/tiny`` gets a token
 for each coordinate of a language, and learns it in a supervised stage (``languages/warm.yaml``).
-The third model learns UI-TARS' language with one image in view. What is there is not made again.
+The third model learns UI-TARS' language with one image in view. A file that exists is not made
+again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PAGES = (
     "click-button-sequence",
     "click-collapsible",
 )
-"""Those of recipes/arpo/short.yaml, and two that need two clicks."""
+"""The pages of recipes/arpo/short.yaml, and two that need two clicks."""
 EPISODES_OF_DEMONSTRATIONS = 3000
 DEMONSTRATIONS = DATA / "languages"
 STARTS = MODELS / "languages"
@@ -63,8 +64,9 @@ def converted(name: str, language: str) -> Path:
     folder = DEMONSTRATIONS / name
     file = folder / "train.jsonl"
     if not file.exists():
-        rows, places = DEMONSTRATIONS / "warm.parquet", ["--to", language, "--out", folder]
-        rayloop("data", "convert", rows, "--from", UI_TARS, *places)
+        rows = DEMONSTRATIONS / "warm.parquet"
+        languages = ["--from", UI_TARS, "--to", language]
+        rayloop("data", "convert", rows, *languages, "--out", folder)
     return file
 
 
