@@ -17,7 +17,7 @@ from rayloop.core.types import Task
 from rayloop.envs.history.policies import FULL, EpisodeHistory, built
 from rayloop.envs.process import IdleWorkers, InProcess
 from rayloop.envs.settings import EnvironmentKind
-from rayloop.envs.tools import schemas
+from rayloop.envs.tools import invoke
 
 if TYPE_CHECKING:
     from rayloop.envs.agents.endpoint import Endpoint
@@ -44,16 +44,6 @@ class Instance(Protocol):
 
         Raises as ``call`` does; whatever happens, nothing of it is used again.
         """
-
-
-def invoke(environment: Environment, method: str, args: tuple[Any, ...]) -> Any:
-    """Call a method of the protocol.
-
-    ``tools`` returns the schemas of the tools that the environment offers now.
-    """
-    if method == "tools":
-        return schemas(environment)
-    return getattr(environment, method)(*args)
 
 
 class _Here:

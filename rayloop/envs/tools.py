@@ -50,6 +50,16 @@ def schemas(environment: Environment) -> list[Schema]:
     return [schema(tool) for tool in getattr(environment, "tools", ())]
 
 
+def invoke(environment: Environment, method: str, args: tuple[Any, ...]) -> Any:
+    """Call a method of the protocol.
+
+    ``tools`` returns the schemas of the tools that the environment offers now.
+    """
+    if method == "tools":
+        return schemas(environment)
+    return getattr(environment, method)(*args)
+
+
 def schema(tool: Any) -> Schema:
     """Return the schema of one tool. Raises EnvironmentFailed for an object that is not a tool."""
     name, description, parameters = (

@@ -13,9 +13,9 @@ from typing import Any
 
 from rayloop.core.protocols import Environment
 from rayloop.core.threads import CallLoop, hanging, own_frames
-from rayloop.envs.instance import invoke
 from rayloop.envs.process import PICKLED
 from rayloop.envs.settings import EnvironmentKind
+from rayloop.envs.tools import invoke
 from rayloop.sandbox import frames
 
 

@@ -18,6 +18,7 @@ import pytest
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Message, Task
 from rayloop.envs.tools import ToolCalls
+from tests.support.warm import rayloop
 
 ROOT = Path(__file__).parents[2]
 SNIPPET = re.compile(r"^```(\w*)(?: title=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -42,14 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rayloop", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = rayloop(words, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -133,22 +127,7 @@ def test_rows_of_an_unknown_kind_are_refused_by_line(folder: Path, digits_model:
         (folder / "mixed.jsonl").read_text(encoding="utf-8").replace('"talk"', '"tlak"'),
         encoding="utf-8",
     )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "rayloop",
-            "data",
-            "validate",
-            "mixed.yaml",
-            f"model.path={digits_model}",
-        ],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = rayloop(("data", "validate", "mixed.yaml", f"model.path={digits_model}"), folder)
     assert done.returncode == 2
     assert (
         "mixed.jsonl:2: the row names the environment 'tlak', and environment.kinds has database,"

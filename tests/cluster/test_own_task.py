@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.warm import rayloop
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/own_task.md").read_text(encoding="utf-8")
 SNIPPET = re.compile(r"^```(\w*)(?: title=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -24,19 +26,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rayloop", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def test_the_rows_are_valid(folder: Path, digits_model: Path) -> None:
-    done = command(folder, "data", "validate", "sums.yaml")
+    done = rayloop(("data", "validate", "sums.yaml"), folder)
     assert (done.returncode, "4 rows read by" in done.stdout, "warning" in done.stdout) == (
         0,
         True,
@@ -45,7 +36,7 @@ def test_the_rows_are_valid(folder: Path, digits_model: Path) -> None:
 
 
 def test_the_configuration_can_be_tried(folder: Path, digits_model: Path) -> None:
-    done = command(folder, "try", "sums.yaml", f"model.path={digits_model}")
+    done = rayloop(("try", "sums.yaml", f"model.path={digits_model}"), folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 answers have a reward" in done.stdout
     assert 'truth: "3"' in done.stdout
@@ -60,7 +51,22 @@ def test_it_trains(folder: Path, digits_model: Path) -> None:
         "algorithm.filtering.filters=[]",
         "weight_sync.logprob_check=stop",
     )
-    done = command(folder, "train", "sums.yaml", f"model.path={digits_model}", *small)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "rayloop",
+            "train",
+            "sums.yaml",
+            f"model.path={digits_model}",
+            *small,
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
     assert (folder / "runs/sums/rollouts/step_000001.jsonl").exists()

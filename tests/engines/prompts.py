@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def image(width: int, height: int, seed: int = 0) -> PromptImage:
 
 def prompt(folder: Path, *parts: str | PromptImage, seed: int = 0) -> TokenPrompt:
     """Text and images in reading order as one expanded prompt."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = _tokenizer(folder)
     texts = [
         (
             part
@@ -51,7 +52,25 @@ def prompt(folder: Path, *parts: str | PromptImage, seed: int = 0) -> TokenPromp
 
 
 def special(folder: Path, *tokens: str) -> tuple[int, ...]:
-    return tuple(AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(tokens)))
+    return tuple(_tokenizer(folder).convert_tokens_to_ids(list(tokens)))
+
+
+@cache
+def _tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _reference(folder: Path) -> tuple[Any, Any]:
+    """The model of the folder, which transformers itself runs, and what prepares its images."""
+    written = max(file.stat().st_mtime_ns for file in folder.iterdir())
+    return _loaded(folder, written)
+
+
+@lru_cache(maxsize=4)
+def _loaded(folder: Path, written: int) -> tuple[Any, Any]:
+    settings = ModelSettings(path=str(folder))
+    model = load_model(settings)
+    return model, load_vision(settings, model.config)
 
 
 def vision_tokens(folder: Path) -> tuple[int, ...]:
@@ -82,9 +101,7 @@ def hf_greedy(
     folder: Path, request: TokenPrompt, n: int, banned: tuple[int, ...] = ()
 ) -> list[int]:
     """transformers' own generate, one prompt at a time."""
-    settings = ModelSettings(path=str(folder))
-    model = load_model(settings)
-    vision = load_vision(settings, model.config)
+    model, vision = _reference(folder)
     ids = torch.tensor([request.token_ids])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if request.images and vision is not None:
@@ -117,9 +134,7 @@ def distributions(
     folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sampling: Sampling
 ) -> Tensor:
     """Log-probs [N, V] at the positions of ``sampled``, before ``top_p`` and ``top_k``."""
-    settings = ModelSettings(path=str(folder))
-    model = load_model(settings)
-    vision = load_vision(settings, model.config)
+    model, vision = _reference(folder)
     inputs: dict[str, Tensor] = {"input_ids": torch.tensor([[*prompt.token_ids, *sampled]])}
     if prompt.images and vision is not None:
         inputs["pixel_values"] = torch.cat([vision.pixels(i.ref, i.data) for i in prompt.images])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.support.pages import ROOT, write_snippets
+from tests.support.warm import rayloop
 
 RUN = """\
 name: sums
@@ -28,16 +29,16 @@ def test_the_model_of_the_page_answers(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(
         "def length(context):\n    return len(context.texts[-1])\n", encoding="utf-8"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for words in (["make_model.py"], ["-m", "rayloop", "try", "sums.yaml"]):
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert "<|user|>Add: 1 2<|end|><|assistant|>" in done.stdout
-    assert "2 of 2 answers have a reward" in done.stdout
+    made = subprocess.run(
+        [sys.executable, "make_model.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    tried = rayloop(("try", "sums.yaml"), tmp_path)
+    assert tried.returncode == 0, tried.stdout + tried.stderr
+    assert "<|user|>Add: 1 2<|end|><|assistant|>" in tried.stdout
+    assert "2 of 2 answers have a reward" in tried.stdout

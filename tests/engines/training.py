@@ -32,6 +32,7 @@ from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSetti
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.grpo.losses.settings import LossSettings, PpoLoss
 from tests.engines.prompts import image
+from tests.support.warm import forks
 
 
 class Sgd(OptimizerSettings):
@@ -176,9 +177,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
     """``function(rank, world_size, *arguments)`` in a process per rank; returns what each of them
     returned.
     """
+    start_method = forks().get_start_method()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            _rank, (function, world_size, folder, arguments), nprocs=world_size
+        torch.multiprocessing.start_processes(
+            _rank,
+            (function, world_size, folder, arguments),
+            nprocs=world_size,
+            start_method=start_method,
         )
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
