@@ -23,7 +23,7 @@ from rayloop.run.config import RunConfig
 from tests.support.clusters import private_ray
 from tests.support.runs import settings
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow_faults]
 
 
 @pytest.fixture(scope="module", autouse=True)
