@@ -7,6 +7,7 @@ second.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -25,6 +26,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
 hermetic.hold()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what pytest has collected out of garbage collection.
+
+    Ten thousand tests live until the end: each full collection took 0.4 seconds.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

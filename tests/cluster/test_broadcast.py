@@ -33,6 +33,7 @@ def _cluster() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow_faults
 def test_a_receiver_killed_during_a_broadcast_is_replaced_and_the_others_are_served(
     tmp_path: Path,
 ) -> None:
@@ -177,6 +178,7 @@ def test_the_driver_calls_each_rollout_actor_once_with_nothing_larger_than_a_han
     stage.run(play)
 
 
+@pytest.mark.slow_faults
 def test_a_receiver_that_hangs_is_replaced_after_a_multiple_of_the_last_broadcasts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def ids(groups: Any) -> set[TrajectoryId]:
 # What Ray says ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_faults
 def test_a_lost_object_is_distinguished_from_a_lost_worker() -> None:
     holder, other = Holder.remote(), Holder.remote()
     [gone] = ray.get(holder.put.remote("gone"))
@@ -171,7 +172,7 @@ def test_a_lost_object_is_distinguished_from_a_lost_worker() -> None:
 # Training -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow_faults)])
 def test_the_ranks_tell_what_is_lost_before_they_train(
     tmp_path: Path, digits_model: Path, ranks: int
 ) -> None:
@@ -265,6 +266,7 @@ def test_a_group_is_scored_without_the_payloads_that_are_lost(
 # The reference ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_faults
 def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) -> None:
     kl = {"policy__loss": {"kl_coef": 0.1}}
     stage = Stage(tmp_path, digits_model, LOST, **kl)

@@ -42,6 +42,17 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(
+    params=[
+        "object_store",
+        *(pytest.param(name, marks=pytest.mark.slow_faults) for name in list(TRANSPORTS)[1:]),
+    ]
+)
+def played(request: pytest.FixtureRequest) -> str:
+    """One that real actors play: each costs 25 seconds of CPU, so ``make test`` has one of them."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def _cluster() -> Iterator[None]:
     with private_ray(4):
@@ -64,10 +75,10 @@ def stage(kind: str, folder: Path) -> Stage:
 
 @pytest.mark.usefixtures("_cluster")
 def test_every_engine_has_every_version_and_one_that_comes_later_the_current_one(
-    kind: str, tmp_path: Path
+    played: str, tmp_path: Path
 ) -> None:
     """An engine that dies while it takes a version does not keep the others from it."""
-    on = stage(kind, tmp_path)
+    on = stage(played, tmp_path)
 
     async def play() -> None:
         await on.sync_weights(1)
@@ -87,9 +98,9 @@ def test_every_engine_has_every_version_and_one_that_comes_later_the_current_one
 
 @pytest.mark.usefixtures("_cluster")
 def test_bytes_that_are_not_the_manifest_s_are_named_and_no_engine_loads_them(
-    kind: str, tmp_path: Path
+    played: str, tmp_path: Path
 ) -> None:
-    on = stage(kind, tmp_path)
+    on = stage(played, tmp_path)
 
     async def play() -> None:
         await on.sync_weights(1)

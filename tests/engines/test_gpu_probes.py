@@ -37,6 +37,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.gpu_fake
 def test_the_trainer_s_figures_come_out_without_ray_and_vllm(tmp_path: Path) -> None:
     found = tried("trainer", tmp_path)
     assert (found["status"], found["tiny"]) == ("measured", True)
@@ -50,6 +51,7 @@ def test_the_trainer_s_figures_come_out_without_ray_and_vllm(tmp_path: Path) -> 
     assert found["figures"]["what a weight update and a checkpoint need"]["restored_equal"]
 
 
+@pytest.mark.gpu_fake
 def test_a_member_that_never_comes_is_an_error_within_the_deadline(tmp_path: Path) -> None:
     figures = tried("groups", tmp_path)["figures"]
     assert figures["a group of one"]["answer"]["made_s"] >= 0

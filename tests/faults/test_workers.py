@@ -34,6 +34,7 @@ def replaced(made: Run, role: str, killed: float) -> tuple[str, fault_table.Time
     return lost["why"], fault_table.Times(f"{role} actor", killed, lost["time"], back["time"])
 
 
+@pytest.mark.slow_faults
 def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: Path) -> None:
     marks = Marks(tmp_path / "marks")
     config = settings(

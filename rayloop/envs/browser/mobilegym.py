@@ -97,6 +97,7 @@ def bench(checkout: str) -> tuple[Any, Any]:
         phone = import_module("bench_env.env.mobile_gym")
         return phone, import_module("bench_env.runner.base")
     except ImportError as error:
+        sys.path.remove(checkout)
         raise EnvironmentFailed(
             f"MobileGym cannot be imported: {error}; pip install -r"
             f" {checkout}/bench_env/requirements.txt",
