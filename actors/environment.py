@@ -112,8 +112,8 @@ class EnvironmentActor(Actor):
         """Run n episodes of a group at once, on one engine.
 
         Call it with ``num_returns`` 1 + n: it returns their results, then their payloads. A failure
-        has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT_S`` at most, and as long
-        again for each time that ``at_once`` episodes were here before. Raises WorkerSpent at once.
+        has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT_S`` at most, and the same
+        once more for every ``at_once`` episodes that were here before. Raises WorkerSpent at once.
         """
         hanging_calls = hanging()
         if hanging_calls >= threads.MAX_HUNG_CALLS:

@@ -63,9 +63,9 @@ class LeasesEngines(Protocol):
 class FirstTurn:
     """The first turn of the episodes of one call.
 
-    Episodes with the same prompt, except for the seed, share one request. It is sent when all have
-    asked, or after twice the time that the first one took since it began, at least
-    ``MIN_GATHERING_S`` more.
+    Episodes with the same prompt, except for the seed, share one request. It is sent when all
+    have asked. If they have not, it is sent when twice the time has passed that the first episode
+    took to ask, and not before ``MIN_GATHERING_S`` after that.
     """
 
     def __init__(self, episodes: int, images: SentImages) -> None:
@@ -93,7 +93,8 @@ class FirstTurn:
     ) -> Awaitable[Completion]:
         """The answer for one episode.
 
-        Raises as a separate call would. One ``count`` of each request gets the images sent.
+        Raises as a separate call would. Of the episodes that share a request, the ``count`` of the
+        first gets the images that were sent.
         """
         loop = asyncio.get_running_loop()
         turn = _AskedTurn(lease, prompt, sampling, count, loop.create_future())

@@ -174,7 +174,7 @@ class Driver:
         group = with_advantages(group, self.advantage)
         # The filters may leave the group partial, or empty.
         group = apply_filters(group, self.filters)
-        # Without a KL term this does nothing. The group stays in flight until it has ended.
+        # Without a KL term this does nothing. Until it returns, the group counts as in flight.
         return await self.annotate(group)
 
     async def main(self) -> dict[str, Any]:
@@ -276,8 +276,8 @@ class Driver:
         """
         try:
             collected = await self.rollouts.collect(self.version, self.inherited, self.fetch_batch)
-            # ``fetch_batch`` gave the ranks these advantages, and returned only
-            # what was lost; records and metrics must show the same numbers.
+            # ``fetch_batch`` computed the same advantages for the ranks, but returned only what
+            # was lost. They are computed again for the records and metrics.
             return replace(collected, groups=over_step(collected.groups, self.advantage))
         except GenerationBudgetSpent as error:
             end = await self.unusable(error)

@@ -329,7 +329,8 @@ class WeightSync:
         Restores the weights.
         """
         groups, *_ = await self.services.policy.all(PolicyRank.parameter_groups)
-        # Versions below the real one: the last send, of the restored weights, is then the newest.
+        # The perturbed weights get numbers below that of the real version, so that the restored
+        # weights, which are sent last, are the newest.
         for number, group in enumerate(groups, start=-len(groups)):
             if group in ("vision", "merger") and not self._unchanged.images:
                 self.reporter.event(events.SelfTest(group, skipped="no probe has an image"))

@@ -209,7 +209,7 @@ class EpisodeRunner:
         # The lease is taken inside: an episode that waits for room holds no actor.
         async with self.admission.room(len(episodes)):
             for episode in episodes:
-                # Only here: the weights that begin an episode are those served when it is admitted.
+                # Not earlier: an episode begins with the weights served when it is admitted.
                 episode.begins(episode.request)
             requests = [
                 replace(episode.request, attempt=episode.record.attempts) for episode in episodes

@@ -113,7 +113,8 @@ class Pool(Generic[A]):
 
     def _new_worker(self, slot: int) -> Worker[A]:
         self._serial += 1
-        # The slot passes its failures on, so that one which keeps failing is chosen last.
+        # A new worker inherits the misses of its slot, so that a slot that keeps failing is
+        # chosen last.
         return Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
 
     def _where(self, worker: Worker[A] | None) -> str:

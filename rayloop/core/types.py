@@ -243,8 +243,9 @@ class Turn:
     ``restart``: the policy no longer sees what comes before it. ``executed``: whether the
     environment carried out a sampled turn's action; None: unknown, or an answer. ``reward``: of a
     sampled turn (``StepResult.reward``). ``times``: the completion's, then when the environment had
-    answered; for a prompt, of its rendering. ``alone``: an observation that is shown in another
-    way. ``said``: roles and texts of what it renders, None for an image.
+    answered; for a prompt, of its rendering. ``alone``: an observation as it would follow its
+    answer, in a context that shows it otherwise. ``said``: roles and texts of what it renders, None
+    for an image.
     """
 
     role: str

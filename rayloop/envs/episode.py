@@ -234,7 +234,8 @@ class _Episode:
         """
         room = self._room()
         completion = await self._sample(index, room)
-        # Only where the episode's limit cut the turn: one that reached its own limit is answered.
+        # The episode ends only if its own limit cut the turn. A turn that reached the limit of a
+        # turn is answered.
         if completion.finish is FinishReason.LENGTH and room <= self.sampling.max_tokens:
             return EndReason.OVER_LENGTH
 

@@ -61,7 +61,7 @@ def prefix_groups(
     Each group has at most ``budget`` tokens, or one sample.
     """
     contents = _contents(samples, image_token)
-    # In this order no earlier sample shares a longer beginning than the one just before it.
+    # Sorted by their tokens, a sample shares its longest beginning with the one just before it.
     order = sorted(range(len(samples)), key=lambda i: (contents[i].tobytes(), i))
     groups: list[Packed] = []
     firsts: list[int] = []
@@ -105,7 +105,7 @@ def _contents(
 def _shared(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32], prompt_length: int) -> int:
     """The tokens at the start of ``second`` that it need not compute after ``first``.
 
-    0 for less than ``LEAST_SHARED_TOKENS`` tokens, and less than the prompt of ``second``.
+    0 unless they are the whole prompt of ``second`` or ``LEAST_SHARED_TOKENS`` tokens.
     """
     length = min(len(first), len(second))
     differing = np.flatnonzero(first[:length] != second[:length])
@@ -122,7 +122,8 @@ def pack(
 ) -> Batch:
     """Packs all samples into one row, in order.
 
-    Attention stays within a sample and its prompt: row 0 of the position ids restarts at each.
+    Attention stays within a sample, or within it and the beginning that it shares. Row 0 of the
+    position ids restarts at each sample.
     ``share_images``: an image of several samples (the same Future) is in the batch once.
     ``share_prefixes``: a sample is packed without the beginning that it has in common with the
     sample before, and its positions start after that. Raises ValueError when the samples do not
@@ -274,7 +275,7 @@ def _without(sample: TrainSample, shared: int, image_token: int | None) -> Train
 def _predict(samples: Sequence[TrainSample], shared: Sequence[int]) -> list[Tensor]:
     """Per sample, the indices into the row of the hidden states that predict its tokens.
 
-    ``shared``: of each, the tokens that it continues, of the sample before it.
+    ``shared``: for each sample, how many of its first tokens the sample before it has computed.
     """
     places: list[Tensor] = []
     start = 0

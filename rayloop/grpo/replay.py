@@ -22,8 +22,8 @@ REPLACED = Status(TrajectoryState.SURPLUS, "replaced_by_replay")
 class ReplayRules:
     """Which trajectories are stored, and which groups get one; the defaults are ARPO's.
 
-    The original compares in single precision, where 0.1 is above 0.1: ``success_above=0.0999999``
-    stores it too.
+    The original compares in single precision, where a reward of 0.1 is above the limit of 0.1.
+    ``success_above=0.0999999`` stores it too.
     """
 
     capacity: int = 8

@@ -229,7 +229,9 @@ class StalenessSettings(SettingsModel):
 
     Raise it until the trainer no longer waits for generation (``timing_s/gen``); more than that
     only makes samples older. Above 0, whole groups that a step leaves over compete again at the
-    next one while they are fresh enough.
+    next one while they are fresh enough. It acts in ``GroupScheduler.admissible`` (which group may
+    start), ``GroupRollout.any_due`` (whether a step waits), ``ReadyGroups.expire`` (what is too
+    old) and ``AlgorithmSettings.synchronous``.
     """
     when_late: Literal["wait", "drop"] = "wait"
     """Treatment of a group in flight that would be too old at the next step.

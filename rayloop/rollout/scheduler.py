@@ -125,7 +125,7 @@ class GroupRollout:
             del self._episodes[version]
 
     def any_due(self, training: Version, inherited: Mapping[int, int]) -> bool:
-        """Whether a group has an episode that ``training`` is the last version to train on."""
+        """Whether an episode in flight is too old for every version after ``training``."""
         limit = self.config.algorithm.staleness.max_staleness
         return any(is_due(version, training, limit, inherited) for version in self._episodes)
 

@@ -191,10 +191,10 @@ class Settle(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What follows from a call; its parts are carried out in their order.
+    """What follows from a call. Its fields are carried out in their order.
 
-    ``actor_worked``: whether the environment actor did, None if unknown; ``replacements``: of
-    environment actors. If an actor is named twice, the first one counts.
+    ``actor_worked``: whether the environment actor played an episode, None if unknown.
+    ``replacements``: of environment actors; if one is named twice, the first entry counts.
     """
 
     actor_worked: bool | None
@@ -230,8 +230,8 @@ def _replacements(call: Call, episodes: Sequence[Settle], context: Context) -> l
         if seat is call.environment:
             others_went_well = context.successes > process.began
         else:
-            # A doubt about data, with which this call has now played an episode.
-            # On the same actor, this success ended the streak of its failures.
+            # An earlier actor could not read data that this call's actor has now read. If the two
+            # are the same actor, this success ended the streak of its failures.
             others_went_well = seat.worker != call.environment.worker
         if failure.scope is Scope.PROCESS:
             # It holds a call that hangs, and is not to blame.
@@ -253,8 +253,8 @@ def _settled(number: int, result: Failure | EpisodeResult, call: Call, context: 
     """What becomes of an episode."""
     before = context.records[number]
     if not isinstance(result, Failure):
-        # Actors that could not read the data with which another one played the episode now. The
-        # pool itself counts the misses of engines.
+        # The episode's data are good, so the actors that could not read them are charged. The pool
+        # itself counts the misses of engines.
         doubts_of_actors = [doubt for doubt in before.doubts if doubt[1].of_actor]
         return Settle(number, True, Next.PLAYED, before, doubts_of_actors)
 
@@ -279,7 +279,7 @@ def _after(before: Record, failure: Failure, call: Call) -> Record:
         doubts = (*doubts, (seat, failure))
         # The second opinion must come from another engine, too.
         engines |= {call.engine.slot}
-    # Another episode ended the actor, or may have.
+    # Several episodes were on the actor that was lost, or another one is known to have ended it.
     is_shared = call.lost is not None and len(call.results) > 1
     by_others = is_shared or failure.scope is Scope.BYSTANDER
     # Bad data is charged in any case, so that a task which is never confirmed ends.

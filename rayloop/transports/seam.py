@@ -37,7 +37,7 @@ class WeightUpdate(Generic[Source]):
     """One version of the weights, ready to be loaded.
 
     In the driver ``source`` is an object reference, which Ray resolves; in the update for
-    ``Rollouts.keep`` it may be a task that returns the update.
+    ``Rollouts.keep`` it may be a task that returns the whole update when it is awaited.
     """
 
     manifest: Manifest

@@ -1,6 +1,6 @@
 """The base of environments with a page.
 
-A turn in the UI-TARS grammar goes to the page, and the page's screen comes back.
+The actions of a turn go to the page, and its screenshot comes back.
 """
 
 import dataclasses

@@ -111,8 +111,8 @@ class ScreenSettings(OriginalSpeaks):
     language: Annotated[LanguageChoice, LANGUAGE] = ANY_MODEL
     """How the policy writes its actions, and the prompt of rows that only say the task.
 
-    A run sets it to ``environment.language``. ``pointing`` has its coordinates unless it says
-    others.
+    A run fills in ``environment.language``. ``pointing`` takes the language's coordinates unless
+    the settings name others.
     """
     pointing: Pointing = Pointing()
     """How the model's coordinates become pixels.

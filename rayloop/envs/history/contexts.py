@@ -17,8 +17,8 @@ ASSISTANT = "assistant"
 class Continuation(NamedTuple):
     """What the engine is shown after an answer.
 
-    ``observation`` follows the present context, or ``context`` where that is not None: a new one.
-    ``alone``: the observation as it would follow the answer, where it is shown otherwise.
+    ``observation`` follows the present context. If ``context`` is not None, it replaces that one
+    first. ``alone``: the observation as it would follow the answer; None if it is shown so.
     """
 
     observation: Rendered
@@ -128,7 +128,8 @@ class Contexts:
     def _cut(self, whole: Rendered, own: Rendered) -> tuple[Rendered, Rendered]:
         """Return a context without answers up to the observation, and the observation.
 
-        ``own`` is the observation by itself: where the context ends with it, is where they differ.
+        ``own`` is the observation by itself. The context reaches up to the last token in which the
+        two differ, read from their ends.
         """
         equal = common_prefix(whole.token_ids[::-1], own.token_ids[::-1])
         place = len(whole.token_ids) - equal

@@ -43,7 +43,7 @@ class PerToken:
 
     @property
     def loss(self) -> Tensor:
-        """The losses [N] of tokens that the streams ``rl`` and ``ref_kl`` have with weight 1."""
+        """The losses [N] of tokens whose streams ``rl`` and ``ref_kl`` both have weight 1."""
         return self.rl if self.ref_kl is None else self.rl + self.ref_kl
 
 
@@ -89,14 +89,14 @@ class PolicyLoss:
         chosen: Tensor | None = None,
         elsewhere: TokensElsewhere | None = None,
     ) -> PerToken:
-        """Returns the losses of the sampled tokens; all arguments are [N].
+        """Returns the losses of the sampled tokens; all arguments but ``elsewhere`` are [N].
 
         ``logprobs``, ``old_logprobs``, ``rollout_logprobs``, ``ref_logprobs``: log-probs;
         ``trajectory_ids`` (int64): the trajectory of each token; ``entropy`` in nats. ``logprobs``
         and ``entropy`` carry the gradient; every other log-prob is a constant. ``on_policy`` (bool)
         marks replayed tokens treated as on-policy: their ``rollout_logprobs`` are ``old_logprobs``
         and their weight 1. ``lag`` (int64) is each token's version lag in steps, for the metrics
-        only. ``chosen`` (bool): the tokens of ``top_entropy_quantile``. ``elsewhere``: the other
+        only. ``chosen`` (0 or 1): the tokens of ``top_entropy_quantile``. ``elsewhere``: the other
         tokens of trajectories that are here in part. Raises ValueError when a setting lacks its
         input, and the errors of a custom loss.
         """
@@ -147,12 +147,15 @@ class PolicyLoss:
     def _weights_and_surrogate(
         self, inputs: LossInputs, tokens: Mapping[str, Any], elsewhere: TokensElsewhere | None
     ) -> tuple[correction.Weights, LossOutputs]:
-        """The importance weights and the surrogate loss of ``tokens``, which are ``inputs``."""
+        """The importance weights and the surrogate loss.
+
+        ``inputs`` are ``tokens`` with the ratio's denominator that the correction chooses.
+        """
         rule = self._settings.rule
         if elsewhere is None:
             return correction.weights(inputs, tokens["old_logprobs"], rule), self._surrogate(inputs)
-        # Ratios of whole trajectories are the same however they
-        # are cut; the losses of the other tokens are dropped.
+        # The tokens elsewhere are added: the ratio of a trajectory must not depend on how it is
+        # cut. Their own losses are computed where they are, and dropped here.
         all_tokens, places = elsewhere.beside(tokens)
         all_inputs = self._inputs(all_tokens)
         weights = correction.weights(all_inputs, all_tokens["old_logprobs"], rule)

@@ -46,8 +46,8 @@ class LossInputs:
     Log-probs in nats, advantages, and ``trajectory_ids``, int64 >= 0, the trajectory of the token.
     ``logprobs`` and ``entropy`` carry the gradient, all others are constants. ``old_logprobs``: the
     log-probs in the ratio's denominator, the trainer's old ones or, with ``correction: bypass``,
-    the engine's (``rollout_logprobs``). A trajectory is complete: if one of its sequences is in
-    another micro-batch, the tokens of that sequence are here too, as constants.
+    the engine's (``rollout_logprobs``). A trajectory is complete: tokens of it that are in
+    another micro-batch are also among these, as constants.
     """
 
     logprobs: Tensor
@@ -205,9 +205,10 @@ DPPO_CAP = 20.0
 
 
 def dppo(inputs: LossInputs, settings: DppoLoss) -> LossOutputs:
-    """``-A * sg(min(r, 20)) * logprobs`` while the probability stays near the engine's, else 0.
+    """``-A * sg(min(r, 20)) * logprobs``; 0 for tokens that have moved too far.
 
-    arXiv:2602.04879.
+    A token has when the advantage would move its probability further from the engine's than
+    ``clip_high`` upwards or ``clip_low`` downwards. arXiv:2602.04879.
     """
     # Probabilities decide, not ratios: a rare token may double without moving the policy far.
     change = (inputs.logprobs.exp() - inputs.old_logprobs.exp()).detach()
