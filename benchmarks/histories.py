@@ -17,10 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from benchmarks.measure import machine
@@ -40,16 +39,17 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.data.images import png
-from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
-from rayloop.engines.tiny_vlm import write_tiny_vlm
-from rayloop.engines.training.collator import Collator
-from rayloop.engines.training.scorer import Scorer
 from rayloop.envs.episode import run_episode
 from rayloop.envs.history.policies import EpisodeHistory, Window
 from rayloop.envs.instance import InThread
 from rayloop.envs.settings import EpisodeSettings
-from rayloop.grpo.batch import Batch, TrainSample
+
+if TYPE_CHECKING:
+    import torch
+
+    from rayloop.engines.training.scorer import Scorer
+    from rayloop.grpo.batch import Batch, TrainSample
 
 HISTORIES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -72,6 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _histories(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from rayloop.engines.tiny_vlm import write_tiny_vlm
+
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
         spoken = "this is the thought number 0123456789</think>press Previous actions: Step"
@@ -90,6 +94,13 @@ def _histories(arguments: argparse.Namespace) -> int:
 
 def measure(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Counts and seconds of one history, for a forward and a backward pass."""
+    # Every benchmark imports this module, and measures its own CPU time.
+    import torch
+
+    from rayloop.engines.models import load_model
+    from rayloop.engines.training.collator import Collator
+    from rayloop.engines.training.scorer import Scorer
+
     settings = ModelSettings(path=str(folder))
     model = load_model(settings)
     scorer = Scorer(model, 2048)

@@ -77,6 +77,7 @@ LIGHT = [
         "rayloop.cluster.driver",
         "rayloop.cli",
     ),
+    "benchmarks.__main__",
 ]
 
 
