@@ -10,11 +10,11 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rayloop.config.settings import SettingsModel
+from rayloop.config.settings import LocalPath, SettingsModel
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.sandbox import bubblewrap
 from rayloop.sandbox.bubblewrap import NoUser, User, borrowed, free_user
@@ -71,6 +71,24 @@ class BrowserSettings(SettingsModel):
 
     Keep it below half of ``episode.step_timeout``.
     """
+    record: LocalPath | None = None
+    """A folder into which the answers of ``sites`` are written, each at its first visit.
+
+    Pages see the clock and random numbers of the recording. Why a key: a live site differs the next
+    day, and with it what a policy scores.
+    """
+    replay: LocalPath | None = None
+    """A folder that ``record`` has made, from which ``sites`` answer, without any network.
+
+    A page that it lacks is the environment's failure, other missing addresses count as unreachable.
+    Why a key: only then do two numbers from one site compare.
+    """
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if self.record and self.replay:
+            raise ValueError("record and replay: a folder is either written or read; name one")
+        return self
 
 
 FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}

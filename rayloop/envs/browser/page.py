@@ -18,6 +18,7 @@ from rayloop.envs.browser.chromium import CLOSE_TIMEOUT_S
 from rayloop.envs.browser.containment import BrowserSettings, available
 from rayloop.envs.browser.host import Host, host_of
 from rayloop.envs.browser.inputs import NotHere, extra_time
+from rayloop.envs.browser.sites import recording_of
 from rayloop.envs.browser.tab import Files, PageHangs, PageTooLarge, Screen, Size, Tab
 from rayloop.envs.grammar.actions import Action, CallUser, Finish, GoBack, Mark, OpenUrl, Point
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
@@ -71,7 +72,12 @@ class PageEnvironment(ScreenEnvironment):
 
     @classmethod
     def preflight(cls, settings: PageSettings) -> str:
-        """Describe how Chromium is confined on this machine, for the run's header."""
+        """Describe how Chromium is confined on this machine, for the run's header.
+
+        Raises ConfigError for a ``browser.replay`` that is not a recording.
+        """
+        if settings.browser.replay is not None:
+            recording_of(settings.browser)
         program = settings.browser.program
         if shutil.which(program) is None:
             return f"nothing yet: {program} is not on this machine"
@@ -133,7 +139,10 @@ class PageEnvironment(ScreenEnvironment):
         return StepResult(
             self._shown(*self._parts(screen, texts)),
             done=is_over or ends,
-            info={"refused": dict(self._tab.refused)},
+            info={
+                "refused": dict(self._tab.refused),
+                "unrecorded": list(self._tab.sites.missing),
+            },
         )
 
     def evaluate(self) -> float | None:

@@ -6,7 +6,6 @@ Errors say what failed.
 import asyncio
 import base64
 import functools
-import json
 import mimetypes
 import os
 import re
@@ -22,6 +21,7 @@ from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.chromium import CLOSE_TIMEOUT_S, Chromium
 from rayloop.envs.browser.containment import BrowserSettings
 from rayloop.envs.browser.inputs import Inputs, NotHere, extra_time
+from rayloop.envs.browser.sites import Sites
 from rayloop.envs.browser.touch import PHONE_AGENT, TouchInputs
 from rayloop.envs.grammar.actions import Action, GoBack, OpenUrl, Point
 
@@ -99,8 +99,6 @@ A dialog that has just opened may load an icon, for instance.
 """
 NO_FILE = "Not allowed to load local resource: file:"
 """Chromium's words on the console."""
-MAX_REDIRECTIONS = 5
-"""Redirections of a request, at most."""
 _REFERENCE = re.compile(r" \[(ref=\w+|cursor=pointer)\]")
 """The parts of an accessibility tree that are only for programs."""
 
@@ -155,8 +153,10 @@ class Tab:
         cdp: Any,
         settings: BrowserSettings,
         size: Size,
+        sites: Sites,
     ):
         self.chromium = chromium
+        self.sites = sites
         self.size = size
         self.refused: Counter[str] = Counter()
         self.address = ""
@@ -205,7 +205,11 @@ class Tab:
             if settle:
                 await asyncio.sleep(settle)
                 await self.page.wait_for_load_state("load")
-            return await self._look(expression)
+            screen = await self._look(expression)
+            # The page that the policy went to is unknown: what it shows says nothing.
+            if self.sites.lost:
+                raise EnvironmentFailed(self.sites.lost)
+            return screen
 
         pauses = settle + sum(map(extra_time, actions))
         return await self._in_time(self._settings.action_timeout + pauses, run(), "the actions")
@@ -215,7 +219,8 @@ class Tab:
             case OpenUrl(url):
                 address = urljoin(self.page.url, url if "://" in url else f"http://{url}")
                 has_file = self._files.serves(address) and self._files.find(address) is not None
-                if not has_file and not self._files.passes(address):
+                on_site = self._files.passes(address) and self.sites.has(address)
+                if not has_file and not on_site:
                     raise NotHere(f"{url} cannot be opened here")
                 await self.page.goto(address, wait_until="load")
             case GoBack() if not self.size.touch:
@@ -289,18 +294,21 @@ class Tab:
         """Answer a request of the page from the files; refuse and count all others."""
         url = route.request.url
         is_file = self._files.serves(url)
+        is_here = is_file or self.sites.replays
         # Counted before the answer and after it: while they differ, a file is on its way.
-        self._requests += is_file
+        self._requests += is_here
         # It raises when the page was closed, or is on its way to another one.
         with suppress(Exception):
-            if self._files.passes(url):
-                await self._relay(route)
-            elif is_file:
+            if is_file:
                 await self._fulfill(route, self._files.find(url))
             else:
-                self.refused["file" if url.startswith("file:") else "network"] += 1
-                await route.abort("blockedbyclient")
-        self._answers += is_file
+                refusal = "file" if url.startswith("file:") else "network"
+                if self._files.passes(url):
+                    refusal = await self.sites.relay(route, self._files.passes)
+                if refusal:
+                    self.refused[refusal] += 1
+                    await route.abort("blockedbyclient")
+        self._answers += is_here
 
     async def _fulfill(self, route: Any, file: tuple[bytes, str] | None) -> None:
         if file is None:
@@ -308,36 +316,6 @@ class Tab:
         else:
             content, media_type = file
             await route.fulfill(body=content, content_type=media_type)
-
-    async def _relay(self, route: Any) -> None:
-        """Answer with a site's answer to Playwright's driver, which has a network.
-
-        Redirections stay on the sites.
-        """
-        url: str = route.request.url
-        options: dict[str, str] = {}
-        for _ in range(MAX_REDIRECTIONS):
-            answer = await route.fetch(
-                max_redirects=0, timeout=self._settings.load_timeout * 1000, **options
-            )
-            location = None
-            if 300 <= answer.status < 400:
-                location = answer.headers.get("location")
-            if location is None:
-                return await route.fulfill(response=answer)
-            url = urljoin(url, location)
-            if not self._files.passes(url):
-                break
-            # The page itself is sent on, so that it knows its address.
-            if route.request.resource_type == "document":
-                # An address with "</script>" would end the script that it is written into.
-                target = json.dumps(url).replace("<", "\\u003c")
-                return await route.fulfill(
-                    content_type="text/html", body=f"<script>location.replace({target})</script>"
-                )
-            options = {"url": url, "method": "GET"}
-        self.refused["network"] += 1
-        await route.abort("blockedbyclient")
 
     async def _look(self, expression: str) -> Screen:
         clip = {"x": 0, "y": 0, "width": self.size.width, "height": self.size.height, "scale": 1}
@@ -432,8 +410,8 @@ class Tab:
             return EnvironmentFailed("the page's process ended")
         if not self.chromium.alive:
             return EnvironmentFailed("the browser ended")
-        reason = type(error).__name__
-        if str(error):
+        reason = self.sites.lost or type(error).__name__
+        if str(error) and not self.sites.lost:
             reason = str(error).splitlines()[0]
         return EnvironmentFailed(f"{event} failed: {reason}")
 
@@ -477,7 +455,10 @@ async def open_tab(chromium: Chromium, settings: BrowserSettings, size: Size, fi
             metrics: dict[str, Any] = {"width": size.view_width, "height": size.view_height}
             metrics |= {"deviceScaleFactor": size.scale, "mobile": size.touch}
             await cdp.send("Emulation.setDeviceMetricsOverride", metrics)
-            tab = Tab(chromium, context, page, cdp, settings, size)
+            sites = Sites(context, settings)
+            if sites.script:
+                await context.add_init_script(sites.script)
+            tab = Tab(chromium, context, page, cdp, settings, size, sites)
             # Before any page is loaded: its dialogs and windows would get through otherwise.
             tab.listen(files)
             await context.route("**/*", tab.route)

@@ -1,0 +1,267 @@
+"""A recording of sites: an index of their answers, and a file for each body.
+
+The first line of ``index.jsonl`` has the schema and the moment of the recording, each further line
+an answer. A body's file is named by its SHA-256. A request's body and cookies are kept as hashes
+only, and the cookies that a site sets as they are. A folder of a stranger is data: no name in it
+is a path, and a body that is not what its name says counts as missing.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rayloop.core.failures import ConfigError
+from rayloop.core.files import content, write_whole
+
+INDEX = "index.jsonl"
+MAX_INDEX_BYTES = 64 << 20
+MAX_BODY_BYTES = 32 << 20
+"""Bytes of a body; a larger one is not recorded."""
+MAX_RECORDING_BYTES = 2 << 30
+"""Bytes of all bodies; what would exceed them is not recorded."""
+CLOCK_SPREAD_S = 86_400
+"""Seconds around the moment of the recording within which a number in an address is a time."""
+OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding", "connection")
+"""Headers about the bytes on the wire; a recorded body is decoded."""
+_NUMBER = re.compile(rb"\d+(\.\d+)?")
+_DRAWN = re.compile(rb"0\.\d{8,}")
+_EXPIRES = re.compile(r";\s*expires=([^;]*)", re.IGNORECASE)
+_HASH = "^([0-9a-f]{64})?$"
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a site answers; ``headers`` in lower case, several cookies in separate lines."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a page asks a site: ``sent`` is its body, ``cookies`` are those that go with it."""
+
+    method: str
+    url: str
+    sent: bytes = b""
+    cookies: str = ""
+
+
+class _Header(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    kind: Literal["rayloop-recording"]
+    version: Literal[1]
+    moment: int
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    method: str
+    url: str
+    sent: str = Field(pattern=_HASH)
+    cookies: str = Field(pattern=_HASH)
+    repeat: int = Field(ge=0)
+    """How often the same was asked before in the episode."""
+    status: int = Field(ge=100, le=599)
+    headers: dict[str, str]
+    body: str = Field(pattern="^[0-9a-f]{64}$")
+    size: int = Field(ge=0)
+
+    def keys(self, moment: int) -> list[Key]:
+        """What it is found by, from the narrowest to the widest.
+
+        First with the cookies; then without, since another episode's session has others; then with
+        times left out of the address, which a page may add to each request.
+        """
+        timeless = _without_times(self.url.encode(), moment).decode()
+        return [
+            ("cookies", self.method, self.url, self.sent, self.cookies),
+            ("address", self.method, self.url, self.sent),
+            ("timeless", self.method, timeless, self.sent),
+        ]
+
+
+class Recording:
+    """The answers in ``folder``; its methods may be called by several threads."""
+
+    def __init__(self, folder: Path, *, writes: bool = False) -> None:
+        """Read the index, or begin one if it ``writes``.
+
+        Raises ConfigError for a folder that holds no recording, or a damaged one.
+        """
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._answers: dict[Key, list[_Entry]] = defaultdict(list)
+        self._bytes = 0
+        if writes:
+            self._begin()
+        self.moment = self._read()
+
+    def find(self, request: Request, seen: Counter[Key]) -> Answer | None:
+        """Return the recorded answer, or None.
+
+        ``seen`` counts what an episode has asked: its n-th same request gets the n-th answer, and
+        the last one afterwards.
+        """
+        for key in self._entry(request).keys(self.moment):
+            entries = self._answers.get(key)
+            if entries:
+                entry = entries[min(seen[key], len(entries) - 1)]
+                seen[key] += 1
+                return self._answer(entry)
+        return None
+
+    def keep(self, request: Request, answer: Answer, seen: Counter[Key]) -> bool:
+        """Write an answer, unless an earlier episode's is there.
+
+        Returns whether one is there now: it may be too large. Raises OSError.
+        """
+        headers = {name: value for name, value in answer.headers.items() if name not in OF_TRANSFER}
+        entry = self._entry(request).model_copy(
+            update={
+                "status": answer.status,
+                "headers": headers,
+                "body": hashlib.sha256(answer.body).hexdigest(),
+                "size": len(answer.body),
+            }
+        )
+        exact = entry.keys(self.moment)[0]
+        with self._lock:
+            repeat = seen[exact]
+            seen[exact] += 1
+            if repeat < len(self._answers[exact]):
+                return True
+            too_large = (
+                entry.size > MAX_BODY_BYTES or self._bytes + entry.size > MAX_RECORDING_BYTES
+            )
+            if too_large:
+                return False
+            self._write(entry.model_copy(update={"repeat": repeat}), answer.body)
+            return True
+
+    def _begin(self) -> None:
+        """Write an index with its header, unless there is one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "bodies").mkdir(exist_ok=True)
+        new_file = self.folder / f".{INDEX}.{secrets.token_hex(8)}"
+        header = _Header(kind="rayloop-recording", version=1, moment=int(time.time()))
+        write_whole(new_file, _line(header))
+        # A link is made only if there is none, so that of two actors one begins the index.
+        with suppress(FileExistsError):
+            os.link(new_file, self.folder / INDEX)
+        new_file.unlink()
+
+    def _read(self) -> int:
+        """Read the index, and return the moment of the recording. Raises ConfigError."""
+        index = self.folder / INDEX
+        try:
+            lines = content(index, MAX_INDEX_BYTES).splitlines(keepends=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.folder} is not a recording: {INDEX}: {error.strerror}. browser.record makes"
+                " one"
+            ) from error
+        if lines and not lines[-1].endswith(b"\n"):
+            # A process that was killed leaves a line without an end.
+            lines.pop()
+        try:
+            header = _Header.model_validate_json(lines[0] if lines else b"")
+            for line in lines[1:]:
+                self._add(_Entry.model_validate_json(line), header.moment)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "a line"
+            raise ConfigError(
+                f"{index} is not of a recording that this version of rayloop reads: {place}:"
+                f" {first['msg']}. Record the pages again"
+            ) from error
+        return header.moment
+
+    def _add(self, entry: _Entry, moment: int) -> None:
+        exact, *wider = entry.keys(moment)
+        # Two actors may have recorded the same; the first one's answer counts.
+        if entry.repeat < len(self._answers[exact]):
+            return
+        for key in (exact, *wider):
+            self._answers[key].append(entry)
+        self._bytes += entry.size
+
+    def _write(self, entry: _Entry, body: bytes) -> None:
+        file = self.folder / "bodies" / entry.body
+        if not file.exists():
+            write_whole(file, body, durable=False)
+        handle = os.open(self.folder / INDEX, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            # One write, so that lines of several actors do not mix.
+            os.write(handle, _line(entry))
+        finally:
+            os.close(handle)
+        self._add(entry, self.moment)
+
+    def _entry(self, request: Request) -> _Entry:
+        """The entry by which a request is found, without an answer."""
+        sent = _without_times(request.sent, self.moment)
+        return _Entry.model_construct(
+            method=request.method,
+            url=request.url,
+            sent=hashlib.sha256(sent).hexdigest() if sent else "",
+            cookies=hashlib.sha256(request.cookies.encode()).hexdigest() if request.cookies else "",
+            repeat=0,
+        )
+
+    def _answer(self, entry: _Entry) -> Answer | None:
+        body = b""
+        with suppress(OSError):
+            body = content(self.folder / "bodies" / entry.body, MAX_BODY_BYTES)
+        if hashlib.sha256(body).hexdigest() != entry.body:
+            return None
+        headers = dict(entry.headers)
+        if "set-cookie" in headers:
+            cookies = headers["set-cookie"].splitlines()
+            headers["set-cookie"] = "\n".join(self._lasting(cookie) for cookie in cookies)
+        return Answer(entry.status, headers, body)
+
+    def _lasting(self, cookie: str) -> str:
+        """A cookie that was valid at the recording, without a date that has passed since."""
+        expires = _EXPIRES.search(cookie)
+        if expires is None:
+            return cookie
+        try:
+            was_valid = parsedate_to_datetime(expires[1]).timestamp() > self.moment
+        except ValueError:
+            return cookie
+        return _EXPIRES.sub("", cookie) if was_valid else cookie
+
+
+def _line(value: BaseModel) -> bytes:
+    return value.model_dump_json().encode() + b"\n"
+
+
+def _without_times(text: bytes, moment: int) -> bytes:
+    """The text without times near ``moment`` (seconds or milliseconds) and without drawn numbers.
+
+    A page that adds them asks for another address each time.
+    """
+
+    def blanked(number: re.Match[bytes]) -> bytes:
+        value = float(number[0])
+        is_time = any(abs(value / unit - moment) < CLOCK_SPREAD_S for unit in (1, 1000))
+        return b"TIME" if is_time else number[0]
+
+    return _NUMBER.sub(blanked, _DRAWN.sub(b"DRAWN", text))
