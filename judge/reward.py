@@ -7,7 +7,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import start_http_server
 from pydantic import Field
@@ -34,9 +34,10 @@ from rayloop.judge.api import (
 )
 from rayloop.judge.calibrate import DriftWatch
 from rayloop.judge.client import ClientSettings, JudgeClient
+from rayloop.judge.conditions import conditions
 from rayloop.judge.grader import decide
 from rayloop.judge.prompt import sanitise
-from rayloop.judge.rubric import FOLDER, canary, load_rubrics
+from rayloop.judge.rubric import canary, chosen_rubric
 from rayloop.judge.rules import decision as rules
 from rayloop.judge.rules.plain import How, extract
 from rayloop.judge.transport import EXCLUDED
@@ -138,15 +139,15 @@ class JudgeReward:
         A change is a difference from the verdict at the start.
         """
 
+    @classmethod
+    def conditions(cls, settings: Settings) -> dict[str, Any]:
+        """What verdicts depend on besides the settings. Raises ConfigError."""
+        rubric = chosen_rubric(settings.rubrics, settings.rubric)
+        return {"judge": asyncio.run(conditions(settings.judge, rubric))}
+
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        folder = local_path(settings.rubrics) if settings.rubrics else FOLDER
-        rubrics = load_rubrics(folder)
-        if settings.rubric not in rubrics:
-            raise ConfigError(
-                f"rubric: {settings.rubric!r} is not in {folder}, which holds {', '.join(rubrics)}"
-            )
-        self._rubric = rubrics[settings.rubric]
+        self._rubric = chosen_rubric(settings.rubrics, settings.rubric)
         self._excluded: deque[bool] = deque(maxlen=settings.window)
         self._known_rubrics: set[str] = set()
         """Fingerprints of judges that have the same rubric as this process."""

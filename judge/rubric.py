@@ -15,7 +15,7 @@ from typing import Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from rayloop.config.settings import SettingsModel
+from rayloop.config.settings import SettingsModel, local_path
 from rayloop.core.failures import ConfigError
 from rayloop.judge.api import JudgeItem, JudgeMessage, VerdictKind
 
@@ -132,6 +132,15 @@ def _words(name: str) -> str:
     """
     words = re.findall(r"[a-z0-9]+", name.casefold())
     return "_" + "".join(f"{_SIZE_AT_END.sub('', word)}_" for word in words)
+
+
+def chosen_rubric(folder: str, name: str) -> Rubric:
+    """The rubric of this name in the folder, "" for the shipped ones. Raises ConfigError."""
+    place = local_path(folder) if folder else FOLDER
+    rubrics = load_rubrics(place)
+    if name not in rubrics:
+        raise ConfigError(f"rubric: {name!r} is not in {place}, which holds {', '.join(rubrics)}")
+    return rubrics[name]
 
 
 def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:

@@ -42,6 +42,7 @@ from rayloop.measure.controls import (
     pass_rates,
     summarise,
 )
+from rayloop.measure.protocol import Measurement, Number, Parts, Published, hash_of, number, write
 from rayloop.measure.report import table
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.config import RunConfig
@@ -49,6 +50,7 @@ from rayloop.run.demand import bundles, total
 from rayloop.run.folder import is_answer, make_folder
 from rayloop.run.held_out import AnswerRequest, answer_requests, blind, read_items
 from rayloop.run.lifetime import EvaluationSettings, right
+from rayloop.run.numbers.conditions import conditions
 from rayloop.run.preflight import Prepared
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import JsonLines
@@ -65,37 +67,77 @@ class NothingScored(RayloopError):
 
 def evaluate(
     prepared: Prepared,
-    data: str,
+    measured: Measurement,
     out: Path,
     *,
     controls: bool,
-    samples: int,
     address: str | None,
     temporary: str | None,
-    retries: int = 0,
-    benchmark: str = "",
+    published: Published | None = None,
+    file: Path | None = None,
 ) -> int:
-    """Evaluate the run's model on the rows of ``data`` into ``out``, continuing from its results.
+    """Evaluate the run's model as ``measured`` says into ``out``, continuing from its results.
 
-    Answers that were cut are played again, up to ``retries`` times, with twice the tokens. Returns
-    0, or 1 when some have no score. Raises ConfigError when ``out`` has another evaluation.
+    Answers that were cut are played again, up to ``retries`` times, with twice the tokens. The
+    number is compared with the ``published`` one, and else written into ``file``. Returns 0, or 1
+    when some answers have no score. Raises ConfigError when ``out`` has another evaluation.
     """
     config = prepared.config
+    data = measured.data
     tasks = evenly(list(_read(data, config)), config.evaluation.limit)
-    answers = answer_requests(config, tasks, controls=controls, samples=samples)
+    answers = answer_requests(config, tasks, controls=controls, samples=measured.samples)
     blinds = _blind_items(config, data, tasks) if controls else []
     make_folder(out, "--out")
     # After the folder is made: it keeps the date that the
     # chat template shows, for a continued evaluation.
     prepared = prepared.begun(out)
-    config = prepared.config
 
-    identity = _evaluation_identity(prepared, data, retries)
+    parts = conditions(prepared, data, tasks, measured.samples, measured.retries)
+    if published is not None:
+        published.check(parts)
+    identity = _evaluation_identity(prepared, data, measured.retries)
+    identity["protocol"] = hash_of(parts)
+    items, reason = _played(
+        prepared, out, answers, identity, measured.retries, address=address, temporary=temporary
+    )
+    unscored = len({_key(answer) for answer in answers}) - len(items)
+    items += blinds
+    summary = {"identity": identity, "data": data, "protocol": identity["protocol"]}
+    summary |= summarise(items, unscored)
+    summary |= _more(config.evaluation, tasks, items)
+    _write_results(out, measured.benchmark, config.model.path, summary, items)
+
+    lines = list(table(summary))
+    if reason:
+        lines.append(f"the first without a score: {reason}")
+    result = number(identity["weights"], items)
+    if published is not None:
+        lines += published.comparison(parts, result, items)
+    elif file is not None:
+        lines.append(_published(file, prepared, parts, measured, result, unscored))
+    print("\n".join(lines))
+    return 1 if unscored else 0
+
+
+def _played(
+    prepared: Prepared,
+    out: Path,
+    answers: Sequence[AnswerRequest],
+    identity: dict[str, str],
+    retries: int,
+    *,
+    address: str | None,
+    temporary: str | None,
+) -> tuple[list[Item], str]:
+    """The items of all answers, those on record included, and why the first has no score.
+
+    Raises NothingScored, and ConfigError when ``out`` has another evaluation.
+    """
     items_file = out / "items.jsonl"
     recorded = read_items(items_file)
     # Before anything is played: answers of two configurations must not mix in one folder.
     _claim(out / "identity.json", identity, empty=not recorded)
-    missing = _missing(config.reward, answers, {item.key for item in recorded})
+    missing = _missing(prepared.config.reward, answers, {item.key for item in recorded})
     print(
         f"{len(answers)} answers to play, {len(answers) - len(missing)} of them on record in {out}",
         flush=True,
@@ -105,23 +147,36 @@ def evaluate(
         reason = _evaluate_on_ray(prepared, out, missing, retries, address, temporary)
 
     keys = {_key(answer) for answer in answers}
-    items = _newest_items(items_file, keys) + blinds
+    items = _newest_items(items_file, keys)
     if keys and not items:
         raise NothingScored(
             f"none of {len(keys)} answers has a score, so there is nothing to report. The first:"
             f" {reason}. Fix that, and run the command again; {out}/events.jsonl has all reasons"
         )
+    return items, reason
 
-    unscored = len(keys) - len(items) + len(blinds)
-    summary = {"identity": identity, "data": data, **summarise(items, unscored)}
-    summary |= _more(config.evaluation, tasks, items)
-    _write_results(out, benchmark, config.model.path, summary, items)
 
-    lines = list(table(summary))
-    if reason:
-        lines.append(f"the first without a score: {reason}")
-    print("\n".join(lines))
-    return 1 if summary["unscored"] else 0
+def _published(
+    file: Path,
+    prepared: Prepared,
+    parts: Parts,
+    measured: Measurement,
+    result: Number,
+    unscored: int,
+) -> str:
+    """Write the number and its protocol, if all answers have a score; returns a line on it."""
+    if unscored:
+        return f"{file} is not written: the number is not complete"
+    # The time that the chat template shows is a part of the prompt.
+    model = {
+        **measured.config["model"],
+        "chat_template_kwargs": dict(prepared.config.model.chat_template_kwargs),
+    }
+    again = measured.model_copy(update={"config": {**measured.config, "model": model}})
+    with needed(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, parts, again, result)
+    return f"protocol {hash_of(parts)} and number: {file}"
 
 
 def _blind_items(config: RunConfig, data: str, tasks: Sequence[Task]) -> list[Item]:

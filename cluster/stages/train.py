@@ -50,6 +50,7 @@ from rayloop.run.demand import bundles, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import ResumeRefused
 from rayloop.run.identity import check as check_fit
+from rayloop.run.numbers.conditions import held_out_protocol
 from rayloop.run.origin import Origin
 from rayloop.run.place import STARTED_IN, findable, namespace
 from rayloop.run.preflight import Prepared, doubtful_settings
@@ -110,7 +111,8 @@ def train(prepared: Prepared, address: str | None, temporary: str | None) -> int
         room = prepared.store
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
         with started, _findable(folder, names):
-            folder.events.emit(events.Start(config_hash(config), _versions()))
+            start = events.Start(config_hash(config), _versions(), held_out_protocol(prepared))
+            folder.events.emit(start)
             # The driver continues writing the events.
             folder.events.close()
             with watched(progress.note) as head:

@@ -1,13 +1,23 @@
-"""``eval``: measure a checkpoint on held-out rows, with controls."""
+"""``eval``: measure a checkpoint on held-out rows, with controls.
+
+With ``--protocol`` the number is published in a file, which ``--like`` measures again.
+"""
 
 import argparse
+import json
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rayloop import recipes
 from rayloop.chat.template import CLOCK
 from rayloop.commands.arguments import add_cluster, add_run, cluster
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError
+from rayloop.core.files import unused
+from rayloop.measure import protocol
+from rayloop.measure.protocol import Measurement, Published
 from rayloop.run.config import RunConfig, read
 from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import preflight, prepare
@@ -53,8 +63,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder of the items, continued when it exists (default: <run>-eval)",
     )
+    parser.add_argument(
+        "--protocol",
+        type=Path,
+        metavar="FILE",
+        help=(
+            "file of the number with all that it depends on; one that exists must have the same"
+            " protocol, and is compared with"
+        ),
+    )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="FILE",
+        action=_Like,
+        help="measure the number in FILE again, in place of CONFIG, and compare task by task",
+    )
     add_cluster(parser)
     parser.set_defaults(run=run)
+
+
+class _Like(argparse.Action):
+    """Takes the file of ``--like``, with which no CONFIG is needed."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        for action in parser._actions:
+            if action.dest == "config":
+                action.required = False
 
 
 def evaluation_folder(config: RunConfig, checkpoint: Path | None, benchmark: str = "eval") -> Path:
@@ -98,28 +140,90 @@ def as_asked(model: ModelSettings, checkpoint: Path, folder: Path) -> ModelSetti
     )
 
 
+def _read_again(published: Published, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a published number, with overrides. Raises ConfigError."""
+    with tempfile.TemporaryDirectory() as folder:
+        # YAML reads JSON, so that overrides and errors are those of any configuration.
+        file = Path(folder) / f"{published.file.name}.yaml"
+        file.write_text(json.dumps(published.then.measured.config), encoding="utf-8")
+        try:
+            return read(file, list(overrides))
+        except ConfigError as error:
+            raise ConfigError(f"the configuration in {published.file}: {error}") from error
+
+
+def _published(arguments: argparse.Namespace) -> Published | None:
+    """The number to compare with, if any. Raises ConfigError."""
+    if arguments.like is not None:
+        if arguments.benchmark or arguments.protocol:
+            raise ConfigError(
+                "--like FILE names the protocol: leave out --benchmark and --protocol"
+            )
+        # Rows that are named may be others; those of the file must not have changed.
+        fixed = () if arguments.data else ("tasks.rows",)
+        return Published(arguments.like, protocol.read(arguments.like), fixed)
+    if arguments.protocol is not None and arguments.protocol.exists():
+        return Published(arguments.protocol, protocol.read(arguments.protocol), ("",))
+    return None
+
+
+def _measurement(arguments: argparse.Namespace, published: Published | None) -> Measurement:
+    """What is measured: by the arguments, and where they are silent by the published number."""
+    name = arguments.benchmark or ""
+    if arguments.like is None or published is None:
+        layers = [recipes.benchmarks()[name]] if name else []
+        config = read(arguments.config, arguments.overrides, layers)
+        checkpoint, data = None, config.data.eval
+        samples = config.evaluation.samples
+        retries = 3 if name else 0
+    else:
+        then = published.then.measured
+        # Without CONFIG, the first key=value is in its place.
+        overrides = [*filter(None, [arguments.config]), *arguments.overrides]
+        config = _read_again(published, [str(override) for override in overrides])
+        name = then.benchmark
+        checkpoint, data = then.checkpoint, then.data
+        samples = then.samples
+        retries = then.retries
+    if arguments.checkpoint is not None:
+        checkpoint = str(arguments.checkpoint)
+    data = arguments.data or data
+    if data is None:
+        raise ConfigError("data.eval names no rows, and --data was not given")
+    return Measurement(
+        config=config.model_dump(mode="json", by_alias=True),
+        checkpoint=checkpoint,
+        data=data,
+        samples=samples if arguments.samples is None else arguments.samples,
+        retries=retries if arguments.retries is None else arguments.retries,
+        benchmark=name,
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate. Returns the exit code; raises RayloopError."""
     with cluster(arguments) as (address, temporary):
-        name = arguments.benchmark
-        layers = [recipes.benchmarks()[name]] if name else []
-        config = read(arguments.config, arguments.overrides, layers)
-        out = arguments.out or evaluation_folder(config, arguments.checkpoint, name or "eval")
-        data = arguments.data or config.data.eval
-        if data is None:
-            raise ConfigError("data.eval names no rows, and --data was not given")
-        if name and not Path(data).is_file():
+        published = _published(arguments)
+        measured = _measurement(arguments, published)
+        config = RunConfig.model_validate(measured.config)
+        name = measured.benchmark
+        checkpoint = Path(measured.checkpoint) if measured.checkpoint else None
+        out = arguments.out or evaluation_folder(config, checkpoint, name or "eval")
+        if arguments.like is not None and arguments.out is None:
+            # What was measured before must not count as measured again.
+            out = unused(out.with_name(f"{out.name}-again"))
+        if name and not Path(measured.data).is_file():
             raise ConfigError(
-                f"{data} is not there. {recipes.benchmarks()[name]} says in its first line how it"
-                " is made"
+                f"{measured.data} is not there. {recipes.benchmarks()[name]} says in its first line"
+                " how it is made"
             )
-        if arguments.checkpoint is not None:
-            model = as_asked(config.model, arguments.checkpoint, out / "models")
-            if run_of(arguments.checkpoint):
+        if checkpoint is not None:
+            model = as_asked(config.model, checkpoint, out / "models")
+            if run_of(checkpoint):
                 # The exported model has lost the name by which `auto` may know its language.
                 config = prepare(config).speaking().config
             config = config.model_copy(update={"model": model})
-        eval_data = config.data.model_copy(update={"eval": data})
+        eval_data = config.data.model_copy(update={"eval": measured.data})
         evaluated = prepare(config).with_sections(data=eval_data)
         files = ("train", "eval") if arguments.controls else ("eval",)
         prepared = preflight(evaluated, trains=False, reads=files)
@@ -128,12 +232,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         return evaluate(
             prepared.with_sections(data=config.data),
-            data,
+            measured,
             out,
             controls=arguments.controls,
-            samples=config.evaluation.samples if arguments.samples is None else arguments.samples,
-            retries=(3 if name else 0) if arguments.retries is None else arguments.retries,
-            benchmark=name or "",
+            published=published,
+            file=arguments.protocol,
             address=address,
             temporary=temporary,
         )

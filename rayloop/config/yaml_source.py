@@ -6,7 +6,7 @@ replaced, and so is a mapping whose ``kind`` or ``use`` differs.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -64,6 +64,14 @@ def _below(entries: dict[KeyPath, str], path: KeyPath) -> dict[KeyPath, str]:
 def dotted(path: KeyPath) -> str:
     """The path as messages have it: ``data.train``."""
     return ".".join(map(str, path))
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Each value that is not a mapping with keys, by its dotted key."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    parts = (flat(part, f"{prefix}.{key}" if prefix else key) for key, part in value.items())
+    return {key: each for part in parts for key, each in part.items()}
 
 
 class _Loader(yaml.SafeLoader):

@@ -47,6 +47,8 @@ class Start(Event, by="cluster/stages/train.py"):
     """16 hex digits over the configuration, the run's name and folders left out."""
     software: Mapping[str, str]
     """Versions of Python and of the main packages."""
+    protocol: str = ""
+    """Hash of the protocol of its held-out numbers (docs/protocols.md); empty without any."""
 
 
 class Starting(Event, by="cluster/services.py"):

@@ -22,8 +22,9 @@ def table(summary: dict[str, Any]) -> list[str]:
     main = summary.get("solved", "").partition(" ")[0]
     has_main = main != "reward" and all(main in row for row in arms.values())
     only = (main,) if has_main else ()
+    protocol = f", protocol {summary['protocol']}" if "protocol" in summary else ""
     lines = [
-        f"{summary['items']} items, mean and 95 % interval (bootstrap over items)",
+        f"{summary['items']} items, mean and 95 % interval (bootstrap over items){protocol}",
         *_rows("", arms, only),
     ]
     if only:

@@ -16,6 +16,7 @@ from rayloop.core.model_files import ADAPTERS, Resolved, Stored, are_adapters, h
 from rayloop.core.types import Version
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore, complete
 from rayloop.run.config import RunConfig
+from rayloop.run.numbers.card import write_card
 from rayloop.run.place import from_start, started_in
 
 
@@ -32,7 +33,9 @@ def export(source: Path, out: Path, dtype: str) -> int:
     elif are_adapters(source):
         _merge(source, out, dtype)
     else:
-        _export_checkpoint(find_checkpoint(source), out, dtype)
+        checkpoint = find_checkpoint(source)
+        base = _export_checkpoint(checkpoint, out, dtype)
+        write_card(checkpoint, base, out)
     print(f"wrote {out}")
     return 0
 
@@ -72,10 +75,10 @@ def recorded(file: Path) -> RunConfig:
         ) from error
 
 
-def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> str:
     """Load the trainer's state into an engine on one rank, and write its weights.
 
-    The engine is like the run's.
+    The engine is like the run's. Returns the name of the model that it was trained from.
     """
     from rayloop.engines.models.saving import save_model
     from rayloop.engines.training.fsdp import FsdpEngine
@@ -120,6 +123,7 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
             f" {tint}); without them it answers worse: rayloop.data.images.tinted(data, {tint})"
             " makes them"
         )
+    return config.model.path
 
 
 def _copy(source: Path, out: Path, dtype: str) -> None:

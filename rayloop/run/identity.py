@@ -7,6 +7,7 @@ files, the configuration.
 from collections.abc import Mapping
 from typing import Any
 
+from rayloop.config.yaml_source import flat
 from rayloop.core.failures import ConfigError
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
@@ -159,11 +160,3 @@ def _fixed(key: str) -> bool:
         key == fixed or (fixed[-1] == "." and f"{key}.".startswith(fixed)) for fixed in FIXED
     )
     return is_fixed and key not in FREE
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Each value that is not a mapping with keys, by its dotted key."""
-    if not isinstance(value, Mapping) or not value:
-        return {prefix: value}
-    parts = (flat(part, f"{prefix}.{key}" if prefix else key) for key, part in value.items())
-    return {key: each for part in parts for key, each in part.items()}

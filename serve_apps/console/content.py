@@ -16,13 +16,13 @@ from urllib.parse import quote
 from PIL import Image
 
 from rayloop.config.explain import defaults
+from rayloop.config.yaml_source import flat
 from rayloop.core.files import content, regular
 from rayloop.data.images import FORMATS, MOST_BYTES, ORIENTATION_TAG
 from rayloop.judge.calibrate import CALIBRATION
 from rayloop.measure.report import verdict
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder, configuration
-from rayloop.run.identity import flat
 from rayloop.run.place import own_copy
 from rayloop.serve_apps.console.judge_status import calibrated, judge_now
 from rayloop.view.charts import charts, drawn, is_constant

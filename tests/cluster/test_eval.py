@@ -34,6 +34,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
+from rayloop.measure.protocol import Measurement
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import AnswerRequest, read_items
 from rayloop.run.preflight import Prepared, prepare
@@ -85,6 +86,18 @@ def grounding(folder: Path, model: Path) -> dict[str, Any]:
             "controls": True,
             "blind": {"use": "rayloop.recipes.arc_vision.boxes:BlindBox"},
         },
+    )
+
+
+def measurement(config: RunConfig) -> Measurement:
+    """One greedy answer to each training row."""
+    return Measurement(
+        config=config.model_dump(mode="json", by_alias=True),
+        checkpoint=None,
+        data=config.data.train,
+        samples=0,
+        retries=0,
+        benchmark="",
     )
 
 
@@ -230,10 +243,9 @@ def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
         ):
             run_evaluation(
                 prepare(one),
-                config.data.train,
+                measurement(one),
                 tmp_path / "out",
                 controls=True,
-                samples=0,
                 address=None,
                 temporary=None,
             )
@@ -261,10 +273,9 @@ def test_a_full_disk_leaves_the_files_of_the_former_evaluation_whole(
     def evaluated() -> None:
         run_evaluation(
             prepare(config),
-            config.data.train,
+            measurement(config),
             tmp_path / "out",
             controls=False,
-            samples=0,
             address=None,
             temporary=None,
         )

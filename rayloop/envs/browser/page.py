@@ -4,7 +4,9 @@ The actions of a turn go to the page, and its screenshot comes back.
 """
 
 import dataclasses
+import hashlib
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,8 @@ from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 
 MAX_TREE_CHARACTERS = 20_000
 """Characters of an accessibility tree; the rest is cut."""
+QUESTION_TIMEOUT_S = 30.0
+"""Seconds in which a program says its version, or lists the fonts."""
 ELEMENTS = (Path(__file__).parent / "elements.js").read_text(encoding="utf-8")
 
 
@@ -82,6 +86,19 @@ class PageEnvironment(ScreenEnvironment):
         if shutil.which(program) is None:
             return f"nothing yet: {program} is not on this machine"
         return f"{available()} (Chromium)"
+
+    @classmethod
+    def conditions(cls, settings: PageSettings) -> dict[str, Any]:
+        """Return what the pixels of a page depend on besides its settings: browser and fonts."""
+        fonts = sorted(_printed("fc-list", "--format", "%{family} %{style} %{fontversion}\n"))
+        digest = hashlib.sha256("\n".join(fonts).encode()).hexdigest()[:16]
+        version = _printed(settings.browser.program, "--version")
+        return {
+            "browser": {
+                "version": version[0].strip() if version else "unknown",
+                "fonts": f"{len(fonts)} fonts, {digest}",
+            }
+        }
 
     def reset(self, task: Task) -> Observation:
         """Load the row's page.
@@ -231,3 +248,14 @@ class PageEnvironment(ScreenEnvironment):
             **texts,
         }
         return tuple(parts[name] for name in self._settings.observe)
+
+
+def _printed(*command: str) -> list[str]:
+    """Return the lines that a program prints; none where it cannot be asked."""
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=QUESTION_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return result.stdout.splitlines()

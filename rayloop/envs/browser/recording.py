@@ -69,19 +69,15 @@ class _Header(BaseModel):
     moment: int
 
 
-class _Entry(BaseModel):
+class _Asked(BaseModel):
+    """A request, as it is recorded."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     method: str
     url: str
     sent: str = Field(pattern=_HASH)
     cookies: str = Field(pattern=_HASH)
-    repeat: int = Field(ge=0)
-    """How often the same was asked before in the episode."""
-    status: int = Field(ge=100, le=599)
-    headers: dict[str, str]
-    body: str = Field(pattern="^[0-9a-f]{64}$")
-    size: int = Field(ge=0)
 
     def keys(self, moment: int) -> list[Key]:
         """What it is found by, from the narrowest to the widest.
@@ -95,6 +91,15 @@ class _Entry(BaseModel):
             ("address", self.method, self.url, self.sent),
             ("timeless", self.method, timeless, self.sent),
         ]
+
+
+class _Entry(_Asked):
+    repeat: int = Field(ge=0)
+    """How often the same was asked before in the episode."""
+    status: int = Field(ge=100, le=599)
+    headers: dict[str, str]
+    body: str = Field(pattern="^[0-9a-f]{64}$")
+    size: int = Field(ge=0)
 
 
 class Recording:
@@ -119,7 +124,7 @@ class Recording:
         ``seen`` counts what an episode has asked: its n-th same request gets the n-th answer, and
         the last one afterwards.
         """
-        for key in self._entry(request).keys(self.moment):
+        for key in self._asked(request).keys(self.moment):
             entries = self._answers.get(key)
             if entries:
                 entry = entries[min(seen[key], len(entries) - 1)]
@@ -133,26 +138,25 @@ class Recording:
         Returns whether one is there now: it may be too large. Raises OSError.
         """
         headers = {name: value for name, value in answer.headers.items() if name not in OF_TRANSFER}
-        entry = self._entry(request).model_copy(
-            update={
-                "status": answer.status,
-                "headers": headers,
-                "body": hashlib.sha256(answer.body).hexdigest(),
-                "size": len(answer.body),
-            }
-        )
-        exact = entry.keys(self.moment)[0]
+        asked = self._asked(request)
+        exact = asked.keys(self.moment)[0]
+        size = len(answer.body)
         with self._lock:
             repeat = seen[exact]
             seen[exact] += 1
             if repeat < len(self._answers[exact]):
                 return True
-            too_large = (
-                entry.size > MAX_BODY_BYTES or self._bytes + entry.size > MAX_RECORDING_BYTES
-            )
-            if too_large:
+            if size > MAX_BODY_BYTES or self._bytes + size > MAX_RECORDING_BYTES:
                 return False
-            self._write(entry.model_copy(update={"repeat": repeat}), answer.body)
+            entry = _Entry(
+                **asked.model_dump(),
+                repeat=repeat,
+                status=answer.status,
+                headers=headers,
+                body=hashlib.sha256(answer.body).hexdigest(),
+                size=size,
+            )
+            self._write(entry, answer.body)
             return True
 
     def _begin(self) -> None:
@@ -214,15 +218,13 @@ class Recording:
             os.close(handle)
         self._add(entry, self.moment)
 
-    def _entry(self, request: Request) -> _Entry:
-        """The entry by which a request is found, without an answer."""
+    def _asked(self, request: Request) -> _Asked:
         sent = _without_times(request.sent, self.moment)
-        return _Entry.model_construct(
+        return _Asked(
             method=request.method,
             url=request.url,
             sent=hashlib.sha256(sent).hexdigest() if sent else "",
             cookies=hashlib.sha256(request.cookies.encode()).hexdigest() if request.cookies else "",
-            repeat=0,
         )
 
     def _answer(self, entry: _Entry) -> Answer | None:

@@ -38,8 +38,8 @@ def recording_of(settings: BrowserSettings) -> Recording | None:
 class Sites:
     """The sites as one page sees them.
 
-    ``replays``: whether all that they answer is in a recording. ``missing``: the addresses that the recording lacks; ``lost``: a sentence about the one that the
-    page itself was to become.
+    ``replays``: whether all answers are from a recording. ``missing``: the addresses that it lacks;
+    ``lost``: a sentence about the one that the page itself was to become.
     """
 
     def __init__(self, context: Any, settings: BrowserSettings) -> None:

@@ -1,0 +1,58 @@
+"""What verdicts depend on besides the settings, for the protocol of a number."""
+
+import asyncio
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rayloop.config.settings import local_path
+from rayloop.core.failures import InfrastructureFailure
+from rayloop.judge.calibrate import CALIBRATION
+from rayloop.judge.client import ClientSettings, JudgeClient
+from rayloop.judge.prompt import PROMPT_VERSION
+from rayloop.judge.rubric import Rubric
+from rayloop.judge.rules.decision import RULES_VERSION
+
+VERSION_TIMEOUT_S = 12.0
+"""Seconds in which a judge must describe itself."""
+FIGURES = ("count", "accuracy", "kappa", "attack_rate")
+"""Figures of a calibration that are published."""
+
+
+async def conditions(settings: ClientSettings, rubric: Rubric) -> dict[str, Any]:
+    """Rubric, prompt and rules of verdicts, and the judge that answers now.
+
+    Its figures are those of the newest ``judge calibrate``, where they are this judge's.
+    """
+    fingerprint = await _fingerprint(settings)
+    # ``judge calibrate`` writes next to the file in which a judge announces itself.
+    announced = getattr(settings.discovery.options(), "path", "runs/judge.json")
+    calibration = local_path(announced).with_name(CALIBRATION)
+    return {
+        "rubric": rubric.digest,
+        "prompt": PROMPT_VERSION,
+        "rules": RULES_VERSION,
+        "fingerprint": fingerprint,
+        "calibration": _figures(calibration, fingerprint),
+    }
+
+
+async def _fingerprint(settings: ClientSettings) -> str:
+    client = JudgeClient(settings)
+    try:
+        async with asyncio.timeout(VERSION_TIMEOUT_S):
+            return (await client.version()).fingerprint
+    except (InfrastructureFailure, TimeoutError):
+        return "no judge answered"
+    finally:
+        await client.close()
+
+
+def _figures(file: Path, fingerprint: str) -> dict[str, float]:
+    """The figures over all items in a calibration's file; empty without one of this judge."""
+    with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+        report = json.loads(file.read_text(encoding="utf-8"))
+        if report["fingerprint"] == fingerprint:
+            return {name: float(report["scores"][-1][name]) for name in FIGURES}
+    return {}

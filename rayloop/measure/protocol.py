@@ -1,0 +1,217 @@
+"""A published number: the protocol that it was measured by, and the scores of each task.
+
+One JSON file, which ``eval --protocol`` writes and ``eval --like`` runs again.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rayloop.config.explain import short
+from rayloop.config.yaml_source import flat
+from rayloop.core.failures import ConfigError
+from rayloop.core.files import content, write_whole
+from rayloop.measure.controls import RIGHT, SAMPLED, Item, Pair, of_arm, pairs, scores
+
+SCHEMA = "rayloop-protocol/1"
+MAX_FILE_BYTES = 32 << 20
+ARMS = (RIGHT, SAMPLED)
+"""The arms whose scores are a number: with the right image, greedy or sampled."""
+UNKNOWN = "nothing"
+"""The value of a part that one of two protocols lacks."""
+
+Parts = Mapping[str, Any]
+"""What a number depends on, by name; plain data."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+
+
+class Measurement(_Strict):
+    """How to measure again: the configuration, and what the command line named.
+
+    Paths are as they were written, so relative ones lead to the same files in another clone.
+    """
+
+    config: dict[str, Any]
+    checkpoint: str | None
+    data: str
+    samples: int
+    retries: int
+    benchmark: str
+
+
+class Number(_Strict):
+    """The scores: arm -> score -> a value for each of ``tasks``, null without one."""
+
+    weights: str
+    tasks: list[str]
+    scores: dict[str, dict[str, list[float | None]]]
+
+    @property
+    def items(self) -> list[Item]:
+        """The means of the tasks' answers as items of an evaluation."""
+        items = []
+        for arm, by_score in self.scores.items():
+            for place, task in enumerate(self.tasks):
+                values = {name: column[place] for name, column in by_score.items()}
+                known = {name: value for name, value in values.items() if value is not None}
+                reward = known.pop("reward", None)
+                items.append(Item(arm, task, "", reward=reward, components=known))
+        return items
+
+
+class ProtocolFile(_Strict):
+    """The content of a protocol's file.
+
+    ``hash`` is over ``protocol``, and names it; ``checksum`` is over all the rest of the file.
+    """
+
+    schema_name: Literal["rayloop-protocol/1"] = Field(alias="schema")
+    hash: str
+    protocol: dict[str, Any]
+    measured: Measurement
+    number: Number
+    checksum: str
+
+
+def hash_of(value: Any) -> str:
+    """16 hex digits of SHA-256 over the value as JSON with sorted keys and no spaces."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def number(weights: str, items: Sequence[Item]) -> Number:
+    """The scores of an evaluation's items, as they are published."""
+    means = {arm: scores(of_arm(items, arm)) for arm in ARMS}
+    tasks = sorted({item.task for arm in ARMS for item in of_arm(items, arm)})
+    columns: dict[str, dict[str, list[float | None]]] = {}
+    for arm, by_score in means.items():
+        if by_score:
+            columns[arm] = {name: _column(values, tasks) for name, values in by_score.items()}
+    return Number(weights=weights, tasks=tasks, scores=columns)
+
+
+def _column(values: Mapping[str, float], tasks: Iterable[str]) -> list[float | None]:
+    return [values.get(task) for task in tasks]
+
+
+def write(file: Path, parts: Parts, measured: Measurement, result: Number) -> None:
+    """Write the file, whole or not at all. Raises OSError."""
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "hash": hash_of(parts),
+        "protocol": dict(parts),
+        "measured": measured.model_dump(),
+        "number": result.model_dump(),
+    }
+    record["checksum"] = hash_of(record)
+    # A line for each key of the upper levels: short, and a difference of two files can be read.
+    write_whole(file, (_in_lines(record, 3) + "\n").encode())
+
+
+def _in_lines(value: Any, depth: int, indent: str = "") -> str:
+    if not isinstance(value, dict) or not value or not depth:
+        return json.dumps(value, allow_nan=False)
+    inner = indent + " "
+    lines = [
+        f"{inner}{json.dumps(key)}: {_in_lines(part, depth - 1, inner)}"
+        for key, part in value.items()
+    ]
+    body = ",\n".join(lines)
+    return f"{{\n{body}\n{indent}}}"
+
+
+def read(file: Path) -> ProtocolFile:
+    """The content of a protocol's file.
+
+    Raises ConfigError for another file, another schema, and one that was edited.
+    """
+    try:
+        record = json.loads(content(file, MAX_FILE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{file} is not a protocol's file: {reason}") from error
+    name = record.get("schema") if isinstance(record, dict) else None
+    if name != SCHEMA:
+        raise ConfigError(
+            f"{file} has the schema {short(name)}, and this version of rayloop reads {SCHEMA}:"
+            " use the version that wrote it, or measure again with --protocol"
+        )
+    try:
+        published = ProtocolFile.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{file} is not a protocol's file: {place}: {first['msg']}") from error
+    rest = {key: value for key, value in record.items() if key != "checksum"}
+    if hash_of(rest) != published.checksum or hash_of(published.protocol) != published.hash:
+        raise ConfigError(
+            f"{file} was edited after it was written: its content has another hash. Take it as it"
+            " was published, and change a part on the command line: --like FILE key.sub=value"
+        )
+    return published
+
+
+def differences(then: Parts, now: Parts) -> dict[str, tuple[Any, Any]]:
+    """Each part that differs by its dotted name: the value then, and the value now."""
+    old = flat(then)
+    new = flat(now)
+    return {
+        key: (old.get(key, UNKNOWN), new.get(key, UNKNOWN))
+        for key in sorted({*old, *new})
+        if old.get(key, UNKNOWN) != new.get(key, UNKNOWN)
+    }
+
+
+@dataclass(frozen=True)
+class Published:
+    """A number to compare with, from ``file``.
+
+    ``fixed``: the beginnings of the names of parts that must be the same.
+    """
+
+    file: Path
+    then: ProtocolFile
+    fixed: tuple[str, ...] = ()
+
+    def check(self, parts: Parts) -> None:
+        """Raises ConfigError where a part differs that must not."""
+        for key, (old, new) in differences(self.then.protocol, parts).items():
+            if key.startswith(self.fixed):
+                raise ConfigError(
+                    f"{self.file} was measured by another protocol: {key} was {short(old)} and is"
+                    f" {short(new)}. Set it back, name another file, or compare all the same with"
+                    " --like FILE and --data FILE or key.sub=value"
+                )
+
+    def comparison(self, parts: Parts, now: Number, items: Sequence[Item]) -> Iterator[str]:
+        """Lines on the parts that differ, and on the paired differences of the scores."""
+        changes = differences(self.then.protocol, parts)
+        if changes:
+            yield f"compared with {self.file}, protocol {self.then.hash}. Parts that differ:"
+        else:
+            yield f"compared with {self.file}, by the same protocol"
+        for key, (old, new) in changes.items():
+            yield f"  {key}: {short(old)} -> {short(new)}"
+        weights = "the same" if now.weights == self.then.number.weights else "other"
+        yield f"{weights} weights, paired by task:"
+        for arm in ARMS:
+            before = of_arm(self.then.number.items, arm)
+            for name, pair in sorted(pairs(of_arm(items, arm), before).items()):
+                yield f"  {arm} {name}: {_pair(pair)}"
+
+
+def _pair(pair: Pair) -> str:
+    mean, low, high = pair.gain
+    bounds = "[too few tasks]"
+    if low is not None and high is not None:
+        meaning = "holds 0" if low <= 0 <= high else "does not hold 0"
+        bounds = f"[{low:+.3f}, {high:+.3f}], which {meaning}"
+    return f"{pair.before:.3f} -> {pair.after:.3f}, {mean:+.3f} {bounds}; {pair.tasks} tasks"
