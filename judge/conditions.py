@@ -3,13 +3,13 @@
 import asyncio
 import json
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.judge.calibrate import CALIBRATION
 from rayloop.judge.client import ClientSettings, JudgeClient
+from rayloop.judge.discovery import FileDiscovery
 from rayloop.judge.prompt import PROMPT_VERSION
 from rayloop.judge.rubric import Rubric
 from rayloop.judge.rules.decision import RULES_VERSION
@@ -26,15 +26,12 @@ async def conditions(settings: ClientSettings, rubric: Rubric) -> dict[str, Any]
     Its figures are those of the newest ``judge calibrate``, where they are this judge's.
     """
     fingerprint = await _fingerprint(settings)
-    # ``judge calibrate`` writes next to the file in which a judge announces itself.
-    announced = getattr(settings.discovery.options(), "path", "runs/judge.json")
-    calibration = local_path(announced).with_name(CALIBRATION)
     return {
         "rubric": rubric.digest,
         "prompt": PROMPT_VERSION,
         "rules": RULES_VERSION,
         "fingerprint": fingerprint,
-        "calibration": _figures(calibration, fingerprint),
+        "calibration": _figures(settings.discovery.options(), fingerprint),
     }
 
 
@@ -49,10 +46,15 @@ async def _fingerprint(settings: ClientSettings) -> str:
         await client.close()
 
 
-def _figures(file: Path, fingerprint: str) -> dict[str, float]:
-    """The figures over all items in a calibration's file; empty without one of this judge."""
+def _figures(place: Any, fingerprint: str) -> dict[str, str]:
+    """The figures over all items of this judge's newest calibration; empty without one."""
+    if not isinstance(place, FileDiscovery.Settings):
+        return {}
+    # ``judge calibrate`` writes next to the file in which a judge announces itself.
+    file = local_path(place.path).with_name(CALIBRATION)
     with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
         report = json.loads(file.read_text(encoding="utf-8"))
         if report["fingerprint"] == fingerprint:
-            return {name: float(report["scores"][-1][name]) for name in FIGURES}
+            # As texts: a share of no items is not a number.
+            return {name: f"{report['scores'][-1][name]:.4g}" for name in FIGURES}
     return {}

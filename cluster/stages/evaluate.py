@@ -42,7 +42,15 @@ from rayloop.measure.controls import (
     pass_rates,
     summarise,
 )
-from rayloop.measure.protocol import Measurement, Number, Parts, Published, hash_of, number, write
+from rayloop.measure.protocol import (
+    MeasuredNumber,
+    Measurement,
+    Parts,
+    Published,
+    hash_of,
+    number,
+    write,
+)
 from rayloop.measure.report import table
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.config import RunConfig
@@ -79,7 +87,7 @@ def evaluate(
     """Evaluate the run's model as ``measured`` says into ``out``, continuing from its results.
 
     Answers that were cut are played again, up to ``retries`` times, with twice the tokens. The
-    number is compared with the ``published`` one, and else written into ``file``. Returns 0, or 1
+    number is compared with the ``published`` one, and written into a new ``file``. Returns 0, or 1
     when some answers have no score. Raises ConfigError when ``out`` has another evaluation.
     """
     config = prepared.config
@@ -96,13 +104,14 @@ def evaluate(
     if published is not None:
         published.check(parts)
     identity = _evaluation_identity(prepared, data, measured.retries)
-    identity["protocol"] = hash_of(parts)
+    # More samples may be added to a folder later.
+    identity["protocol"] = hash_of({**parts, "attempts": {}})
     items, reason = _played(
         prepared, out, answers, identity, measured.retries, address=address, temporary=temporary
     )
     unscored = len({_key(answer) for answer in answers}) - len(items)
     items += blinds
-    summary = {"identity": identity, "data": data, "protocol": identity["protocol"]}
+    summary = {"identity": identity, "data": data, "protocol": hash_of(parts)}
     summary |= summarise(items, unscored)
     summary |= _more(config.evaluation, tasks, items)
     _write_results(out, measured.benchmark, config.model.path, summary, items)
@@ -113,7 +122,7 @@ def evaluate(
     result = number(identity["weights"], items)
     if published is not None:
         lines += published.comparison(parts, result, items)
-    elif file is not None:
+    if file is not None and not file.exists():
         lines.append(_published(file, prepared, parts, measured, result, unscored))
     print("\n".join(lines))
     return 1 if unscored else 0
@@ -161,18 +170,18 @@ def _published(
     prepared: Prepared,
     parts: Parts,
     measured: Measurement,
-    result: Number,
+    result: MeasuredNumber,
     unscored: int,
 ) -> str:
     """Write the number and its protocol, if all answers have a score; returns a line on it."""
     if unscored:
         return f"{file} is not written: the number is not complete"
+    config = {**measured.config}
+    config["evaluation"] = {**config["evaluation"], "samples": measured.samples}
     # The time that the chat template shows is a part of the prompt.
-    model = {
-        **measured.config["model"],
-        "chat_template_kwargs": dict(prepared.config.model.chat_template_kwargs),
-    }
-    again = measured.model_copy(update={"config": {**measured.config, "model": model}})
+    variables = dict(prepared.config.model.chat_template_kwargs)
+    config["model"] = {**config["model"], "chat_template_kwargs": variables}
+    again = measured.model_copy(update={"config": config})
     with needed(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write(file, parts, again, result)

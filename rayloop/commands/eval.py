@@ -6,7 +6,6 @@ With ``--protocol`` the number is published in a file, which ``--like`` measures
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +139,14 @@ def as_asked(model: ModelSettings, checkpoint: Path, folder: Path) -> ModelSetti
     )
 
 
-def _read_again(published: Published, overrides: Sequence[str]) -> RunConfig:
+def _read_again(published: Published, overrides: list[str]) -> RunConfig:
     """The configuration of a published number, with overrides. Raises ConfigError."""
     with tempfile.TemporaryDirectory() as folder:
         # YAML reads JSON, so that overrides and errors are those of any configuration.
         file = Path(folder) / f"{published.file.name}.yaml"
         file.write_text(json.dumps(published.then.measured.config), encoding="utf-8")
         try:
-            return read(file, list(overrides))
+            return read(file, overrides)
         except ConfigError as error:
             raise ConfigError(f"the configuration in {published.file}: {error}") from error
 
@@ -155,10 +154,8 @@ def _read_again(published: Published, overrides: Sequence[str]) -> RunConfig:
 def _published(arguments: argparse.Namespace) -> Published | None:
     """The number to compare with, if any. Raises ConfigError."""
     if arguments.like is not None:
-        if arguments.benchmark or arguments.protocol:
-            raise ConfigError(
-                "--like FILE names the protocol: leave out --benchmark and --protocol"
-            )
+        if arguments.benchmark:
+            raise ConfigError("--like FILE names the rows: leave out --benchmark")
         # Rows that are named may be others; those of the file must not have changed.
         fixed = () if arguments.data else ("tasks.rows",)
         return Published(arguments.like, protocol.read(arguments.like), fixed)
@@ -168,36 +165,39 @@ def _published(arguments: argparse.Namespace) -> Published | None:
 
 
 def _measurement(arguments: argparse.Namespace, published: Published | None) -> Measurement:
-    """What is measured: by the arguments, and where they are silent by the published number."""
-    name = arguments.benchmark or ""
-    if arguments.like is None or published is None:
+    """What is measured: as the arguments say, and else CONFIG or the published number."""
+    if arguments.like is not None and published is not None:
+        # Without CONFIG, the first key=value is in its place.
+        words = [arguments.config, *arguments.overrides]
+        config = _read_again(published, [str(word) for word in words if word])
+        measured = published.then.measured
+    else:
+        name = arguments.benchmark or ""
         layers = [recipes.benchmarks()[name]] if name else []
         config = read(arguments.config, arguments.overrides, layers)
-        checkpoint, data = None, config.data.eval
-        samples = config.evaluation.samples
-        retries = 3 if name else 0
-    else:
-        then = published.then.measured
-        # Without CONFIG, the first key=value is in its place.
-        overrides = [*filter(None, [arguments.config]), *arguments.overrides]
-        config = _read_again(published, [str(override) for override in overrides])
-        name = then.benchmark
-        checkpoint, data = then.checkpoint, then.data
-        samples = then.samples
-        retries = then.retries
-    if arguments.checkpoint is not None:
-        checkpoint = str(arguments.checkpoint)
-    data = arguments.data or data
-    if data is None:
+        measured = Measurement(
+            config={},
+            checkpoint=None,
+            data=config.data.eval or "",
+            samples=0,
+            retries=3 if name else 0,
+            benchmark=name,
+        )
+    named = {
+        "checkpoint": arguments.checkpoint and str(arguments.checkpoint),
+        "data": arguments.data,
+        "samples": arguments.samples,
+        "retries": arguments.retries,
+    }
+    changes = {key: value for key, value in named.items() if value is not None}
+    configured = {
+        "samples": config.evaluation.samples,
+        "config": config.model_dump(mode="json", by_alias=True),
+    }
+    measured = measured.model_copy(update={**configured, **changes})
+    if not measured.data:
         raise ConfigError("data.eval names no rows, and --data was not given")
-    return Measurement(
-        config=config.model_dump(mode="json", by_alias=True),
-        checkpoint=checkpoint,
-        data=data,
-        samples=samples if arguments.samples is None else arguments.samples,
-        retries=retries if arguments.retries is None else arguments.retries,
-        benchmark=name,
-    )
+    return measured
 
 
 def run(arguments: argparse.Namespace) -> int:

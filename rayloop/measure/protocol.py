@@ -16,7 +16,7 @@ from rayloop.config.explain import short
 from rayloop.config.yaml_source import flat
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import content, write_whole
-from rayloop.measure.controls import RIGHT, SAMPLED, Item, Pair, of_arm, pairs, scores
+from rayloop.measure.controls import RIGHT, SAMPLED, Item, Pair, of_arm, pairs
 
 SCHEMA = "rayloop-protocol/1"
 MAX_FILE_BYTES = 32 << 20
@@ -47,24 +47,26 @@ class Measurement(_Strict):
     benchmark: str
 
 
-class Number(_Strict):
-    """The scores: arm -> score -> a value for each of ``tasks``, null without one."""
+class ScoredAnswer(_Strict):
+    """The scores of one answer, the ``sample``-th of its task and arm."""
 
-    weights: str
-    tasks: list[str]
-    scores: dict[str, dict[str, list[float | None]]]
+    arm: str
+    task: str
+    sample: int
+    reward: float
+    components: dict[str, float]
 
     @property
-    def items(self) -> list[Item]:
-        """The means of the tasks' answers as items of an evaluation."""
-        items = []
-        for arm, by_score in self.scores.items():
-            for place, task in enumerate(self.tasks):
-                values = {name: column[place] for name, column in by_score.items()}
-                known = {name: value for name, value in values.items() if value is not None}
-                reward = known.pop("reward", None)
-                items.append(Item(arm, task, "", reward=reward, components=known))
-        return items
+    def item(self) -> Item:
+        """The answer as an evaluation has it."""
+        return Item(source="", **self.model_dump())
+
+
+class MeasuredNumber(_Strict):
+    """The weights, by their hash, and the scores of all answers."""
+
+    weights: str
+    answers: list[ScoredAnswer]
 
 
 class ProtocolFile(_Strict):
@@ -77,7 +79,7 @@ class ProtocolFile(_Strict):
     hash: str
     protocol: dict[str, Any]
     measured: Measurement
-    number: Number
+    number: MeasuredNumber
     checksum: str
 
 
@@ -87,22 +89,18 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def number(weights: str, items: Sequence[Item]) -> Number:
+def number(weights: str, items: Iterable[Item]) -> MeasuredNumber:
     """The scores of an evaluation's items, as they are published."""
-    means = {arm: scores(of_arm(items, arm)) for arm in ARMS}
-    tasks = sorted({item.task for arm in ARMS for item in of_arm(items, arm)})
-    columns: dict[str, dict[str, list[float | None]]] = {}
-    for arm, by_score in means.items():
-        if by_score:
-            columns[arm] = {name: _column(values, tasks) for name, values in by_score.items()}
-    return Number(weights=weights, tasks=tasks, scores=columns)
+    names = ScoredAnswer.model_fields
+    answers = [
+        ScoredAnswer.model_validate({name: getattr(item, name) for name in names})
+        for item in sorted(items, key=lambda item: item.key)
+        if item.arm in ARMS
+    ]
+    return MeasuredNumber(weights=weights, answers=answers)
 
 
-def _column(values: Mapping[str, float], tasks: Iterable[str]) -> list[float | None]:
-    return [values.get(task) for task in tasks]
-
-
-def write(file: Path, parts: Parts, measured: Measurement, result: Number) -> None:
+def write(file: Path, parts: Parts, measured: Measurement, result: MeasuredNumber) -> None:
     """Write the file, whole or not at all. Raises OSError."""
     record: dict[str, Any] = {
         "schema": SCHEMA,
@@ -136,8 +134,7 @@ def read(file: Path) -> ProtocolFile:
     try:
         record = json.loads(content(file, MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{file} is not a protocol's file: {reason}") from error
+        raise ConfigError(f"{file} is not a protocol's file: {error}") from error
     name = record.get("schema") if isinstance(record, dict) else None
     if name != SCHEMA:
         raise ConfigError(
@@ -163,11 +160,8 @@ def differences(then: Parts, now: Parts) -> dict[str, tuple[Any, Any]]:
     """Each part that differs by its dotted name: the value then, and the value now."""
     old = flat(then)
     new = flat(now)
-    return {
-        key: (old.get(key, UNKNOWN), new.get(key, UNKNOWN))
-        for key in sorted({*old, *new})
-        if old.get(key, UNKNOWN) != new.get(key, UNKNOWN)
-    }
+    both = {key: (old.get(key, UNKNOWN), new.get(key, UNKNOWN)) for key in sorted({*old, *new})}
+    return {key: values for key, values in both.items() if values[0] != values[1]}
 
 
 @dataclass(frozen=True)
@@ -191,20 +185,18 @@ class Published:
                     " --like FILE and --data FILE or key.sub=value"
                 )
 
-    def comparison(self, parts: Parts, now: Number, items: Sequence[Item]) -> Iterator[str]:
+    def comparison(self, parts: Parts, now: MeasuredNumber, items: Sequence[Item]) -> Iterator[str]:
         """Lines on the parts that differ, and on the paired differences of the scores."""
         changes = differences(self.then.protocol, parts)
-        if changes:
-            yield f"compared with {self.file}, protocol {self.then.hash}. Parts that differ:"
-        else:
-            yield f"compared with {self.file}, by the same protocol"
+        which = "another protocol. Parts that differ:" if changes else "the same protocol"
+        yield f"compared with {self.file}, {self.then.hash}, by {which}"
         for key, (old, new) in changes.items():
             yield f"  {key}: {short(old)} -> {short(new)}"
         weights = "the same" if now.weights == self.then.number.weights else "other"
         yield f"{weights} weights, paired by task:"
+        before = [answer.item for answer in self.then.number.answers]
         for arm in ARMS:
-            before = of_arm(self.then.number.items, arm)
-            for name, pair in sorted(pairs(of_arm(items, arm), before).items()):
+            for name, pair in sorted(pairs(of_arm(items, arm), of_arm(before, arm)).items()):
                 yield f"  {arm} {name}: {_pair(pair)}"
 
 

@@ -34,8 +34,8 @@ def export(source: Path, out: Path, dtype: str) -> int:
         _merge(source, out, dtype)
     else:
         checkpoint = find_checkpoint(source)
-        base = _export_checkpoint(checkpoint, out, dtype)
-        write_card(checkpoint, base, out)
+        _export_checkpoint(checkpoint, out, dtype)
+        write_card(checkpoint, out)
     print(f"wrote {out}")
     return 0
 
@@ -75,10 +75,10 @@ def recorded(file: Path) -> RunConfig:
         ) from error
 
 
-def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> str:
+def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     """Load the trainer's state into an engine on one rank, and write its weights.
 
-    The engine is like the run's. Returns the name of the model that it was trained from.
+    The engine is like the run's.
     """
     from rayloop.engines.models.saving import save_model
     from rayloop.engines.training.fsdp import FsdpEngine
@@ -123,7 +123,6 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> str:
             f" {tint}); without them it answers worse: rayloop.data.images.tinted(data, {tint})"
             " makes them"
         )
-    return config.model.path
 
 
 def _copy(source: Path, out: Path, dtype: str) -> None:

@@ -75,7 +75,7 @@ def test_a_number_is_measured_again_by_its_file_alone(
     text = capsys.readouterr().out
     assert f"bootstrap over items), protocol {name}" in text
     assert "36 answers to play, 0 of them on record" in text
-    assert f"compared with {published}, by the same protocol" in text
+    assert f"compared with {published}, {name}, by the same protocol" in text
     assert "the same weights, paired by task:" in text
     assert "right reward: 0.550 -> 0.550, +0.000 [+0.000, +0.000], which holds 0; 12 tasks" in text
     assert "sampled reward: 2.350 -> 2.350" in text
@@ -103,7 +103,9 @@ def test_the_parts_that_differ_are_named_and_no_others(
     text = capsys.readouterr().out
     then = read(published)
     torch = then.protocol["packages"]["torch"]
-    start = text.index(f"compared with {published}, protocol {then.hash}. Parts that differ:")
+    start = text.index(
+        f"compared with {published}, {then.hash}, by another protocol. Parts that differ:"
+    )
     assert text[start:].splitlines()[1:5] == [
         f"  packages.torch: {torch!r} -> '9.9'",
         "  settings.rollout.sampling.temperature: 1.0 -> 0.5",
@@ -168,7 +170,7 @@ def edited(record: dict[str, Any]) -> None:
 
 
 def better(record: dict[str, Any]) -> None:
-    record["number"]["scores"]["right"]["reward"][0] = 1.0
+    record["number"]["answers"][0]["reward"] = 1.0
 
 
 def with_new_hash(record: dict[str, Any]) -> None:

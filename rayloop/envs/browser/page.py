@@ -92,10 +92,10 @@ class PageEnvironment(ScreenEnvironment):
         """Return what the pixels of a page depend on besides its settings: browser and fonts."""
         fonts = sorted(_printed("fc-list", "--format", "%{family} %{style} %{fontversion}\n"))
         digest = hashlib.sha256("\n".join(fonts).encode()).hexdigest()[:16]
-        version = _printed(settings.browser.program, "--version")
+        version = " ".join(_printed(settings.browser.program, "--version"))
         return {
             "browser": {
-                "version": version[0].strip() if version else "unknown",
+                "version": version.strip() or "unknown",
                 "fonts": f"{len(fonts)} fonts, {digest}",
             }
         }

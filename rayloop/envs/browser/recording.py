@@ -43,22 +43,12 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Answer:
+class SiteAnswer:
     """What a site answers; ``headers`` in lower case, several cookies in separate lines."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a page asks a site: ``sent`` is its body, ``cookies`` are those that go with it."""
-
-    method: str
-    url: str
-    sent: bytes = b""
-    cookies: str = ""
 
 
 class _Header(BaseModel):
@@ -69,15 +59,18 @@ class _Header(BaseModel):
     moment: int
 
 
-class _Asked(BaseModel):
-    """A request, as it is recorded."""
+class Request(BaseModel):
+    """What a page asks a site: ``sent`` is a hash of its body, ``cookies`` of those that go along.
+
+    A hash of nothing is empty.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     method: str
     url: str
-    sent: str = Field(pattern=_HASH)
-    cookies: str = Field(pattern=_HASH)
+    sent: str = Field("", pattern=_HASH)
+    cookies: str = Field("", pattern=_HASH)
 
     def keys(self, moment: int) -> list[Key]:
         """What it is found by, from the narrowest to the widest.
@@ -93,7 +86,7 @@ class _Asked(BaseModel):
         ]
 
 
-class _Entry(_Asked):
+class _Entry(Request):
     repeat: int = Field(ge=0)
     """How often the same was asked before in the episode."""
     status: int = Field(ge=100, le=599)
@@ -118,13 +111,18 @@ class Recording:
             self._begin()
         self.moment = self._read()
 
-    def find(self, request: Request, seen: Counter[Key]) -> Answer | None:
+    def request(self, method: str, url: str, sent: bytes, cookies: str) -> Request:
+        """Return a request as it is recorded; times in its body do not count."""
+        body = _without_times(sent, self.moment)
+        return Request(method=method, url=url, sent=_hash(body), cookies=_hash(cookies.encode()))
+
+    def find(self, request: Request, seen: Counter[Key]) -> SiteAnswer | None:
         """Return the recorded answer, or None.
 
         ``seen`` counts what an episode has asked: its n-th same request gets the n-th answer, and
         the last one afterwards.
         """
-        for key in self._asked(request).keys(self.moment):
+        for key in request.keys(self.moment):
             entries = self._answers.get(key)
             if entries:
                 entry = entries[min(seen[key], len(entries) - 1)]
@@ -132,14 +130,13 @@ class Recording:
                 return self._answer(entry)
         return None
 
-    def keep(self, request: Request, answer: Answer, seen: Counter[Key]) -> bool:
+    def keep(self, request: Request, answer: SiteAnswer, seen: Counter[Key]) -> bool:
         """Write an answer, unless an earlier episode's is there.
 
         Returns whether one is there now: it may be too large. Raises OSError.
         """
         headers = {name: value for name, value in answer.headers.items() if name not in OF_TRANSFER}
-        asked = self._asked(request)
-        exact = asked.keys(self.moment)[0]
+        exact = request.keys(self.moment)[0]
         size = len(answer.body)
         with self._lock:
             repeat = seen[exact]
@@ -149,7 +146,7 @@ class Recording:
             if size > MAX_BODY_BYTES or self._bytes + size > MAX_RECORDING_BYTES:
                 return False
             entry = _Entry(
-                **asked.model_dump(),
+                **request.model_dump(),
                 repeat=repeat,
                 status=answer.status,
                 headers=headers,
@@ -165,7 +162,7 @@ class Recording:
         (self.folder / "bodies").mkdir(exist_ok=True)
         new_file = self.folder / f".{INDEX}.{secrets.token_hex(8)}"
         header = _Header(kind="rayloop-recording", version=1, moment=int(time.time()))
-        write_whole(new_file, _line(header))
+        write_whole(new_file, header.model_dump_json().encode())
         # A link is made only if there is none, so that of two actors one begins the index.
         with suppress(FileExistsError):
             os.link(new_file, self.folder / INDEX)
@@ -175,19 +172,18 @@ class Recording:
         """Read the index, and return the moment of the recording. Raises ConfigError."""
         index = self.folder / INDEX
         try:
-            lines = content(index, MAX_INDEX_BYTES).splitlines(keepends=True)
+            first_line, *lines = content(index, MAX_INDEX_BYTES).split(b"\n")
         except OSError as error:
             raise ConfigError(
                 f"{self.folder} is not a recording: {INDEX}: {error.strerror}. browser.record makes"
                 " one"
             ) from error
-        if lines and not lines[-1].endswith(b"\n"):
-            # A process that was killed leaves a line without an end.
-            lines.pop()
         try:
-            header = _Header.model_validate_json(lines[0] if lines else b"")
-            for line in lines[1:]:
-                self._add(_Entry.model_validate_json(line), header.moment)
+            header = _Header.model_validate_json(first_line)
+            for line in lines:
+                # A process that was killed leaves a line without an end.
+                if line.endswith(b"}"):
+                    self._add(_Entry.model_validate_json(line), header.moment)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "a line"
@@ -213,21 +209,12 @@ class Recording:
         handle = os.open(self.folder / INDEX, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             # One write, so that lines of several actors do not mix.
-            os.write(handle, _line(entry))
+            os.write(handle, b"\n" + entry.model_dump_json().encode())
         finally:
             os.close(handle)
         self._add(entry, self.moment)
 
-    def _asked(self, request: Request) -> _Asked:
-        sent = _without_times(request.sent, self.moment)
-        return _Asked(
-            method=request.method,
-            url=request.url,
-            sent=hashlib.sha256(sent).hexdigest() if sent else "",
-            cookies=hashlib.sha256(request.cookies.encode()).hexdigest() if request.cookies else "",
-        )
-
-    def _answer(self, entry: _Entry) -> Answer | None:
+    def _answer(self, entry: _Entry) -> SiteAnswer | None:
         body = b""
         with suppress(OSError):
             body = content(self.folder / "bodies" / entry.body, MAX_BODY_BYTES)
@@ -237,7 +224,7 @@ class Recording:
         if "set-cookie" in headers:
             cookies = headers["set-cookie"].splitlines()
             headers["set-cookie"] = "\n".join(self._lasting(cookie) for cookie in cookies)
-        return Answer(entry.status, headers, body)
+        return SiteAnswer(entry.status, headers, body)
 
     def _lasting(self, cookie: str) -> str:
         """A cookie that was valid at the recording, without a date that has passed since."""
@@ -251,8 +238,8 @@ class Recording:
         return _EXPIRES.sub("", cookie) if was_valid else cookie
 
 
-def _line(value: BaseModel) -> bytes:
-    return value.model_dump_json().encode() + b"\n"
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest() if data else ""
 
 
 def _without_times(text: bytes, moment: int) -> bytes:

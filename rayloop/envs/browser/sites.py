@@ -14,7 +14,7 @@ from urllib.parse import urljoin
 
 from rayloop.config.settings import local_path
 from rayloop.envs.browser.containment import BrowserSettings
-from rayloop.envs.browser.recording import Answer, Key, Recording, Request
+from rayloop.envs.browser.recording import Key, Recording, SiteAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +54,16 @@ class Sites:
     @property
     def script(self) -> str:
         """What runs before each page's scripts: its clock rests at the recording's moment."""
-        return f"{_FROZEN.rstrip()}({self._recording.moment * 1000})" if self._recording else ""
+        if self._recording is None:
+            return ""
+        return f"{_FROZEN.rstrip()}({self._recording.moment * 1000})"
 
     def has(self, url: str) -> bool:
         """Return whether a page at the address may be asked for."""
         if self._recording is None or not self.replays:
             return True
-        return self._recording.find(Request("GET", url), Counter()) is not None
+        request = self._recording.request("GET", url, b"", "")
+        return self._recording.find(request, Counter()) is not None
 
     async def relay(self, route: Any, passes: Callable[[str], bool]) -> str:
         """Answer a request with the site's answer; redirections stay where ``passes`` is true.
@@ -75,7 +78,7 @@ class Sites:
         cookies: list[str] = []
         options: dict[str, str] = {}
         for _ in range(MAX_REDIRECTIONS):
-            answer = await self._answer(route, Request(method, url, sent), options)
+            answer = await self._answer(route, method, url, sent, options)
             if answer is None:
                 self._miss(url, is_page and request.frame.parent_frame is None)
                 return "unrecorded"
@@ -103,22 +106,24 @@ class Sites:
             options = {"url": url, "method": method}
         return "network"
 
-    async def _answer(self, route: Any, request: Request, options: dict[str, str]) -> Answer | None:
+    async def _answer(
+        self, route: Any, method: str, url: str, sent: bytes, options: dict[str, str]
+    ) -> SiteAnswer | None:
         if self._recording is None:
             return await self._fetched(route, options)
-        jar = await self._context.cookies(request.url)
+        jar = await self._context.cookies(url)
         cookies = sorted(f"{cookie['name']}={cookie['value']}" for cookie in jar)
-        asked = Request(request.method, request.url, request.sent, "; ".join(cookies))
+        request = self._recording.request(method, url, sent, "; ".join(cookies))
         if self.replays:
-            return self._recording.find(asked, self._seen)
+            return self._recording.find(request, self._seen)
         answer = await self._fetched(route, options)
-        if not self._recording.keep(asked, answer, self._seen):
-            logger.warning("%s is too large to be recorded", request.url)
+        if not self._recording.keep(request, answer, self._seen):
+            logger.warning("%s is too large to be recorded", url)
         return answer
 
-    async def _fetched(self, route: Any, options: dict[str, str]) -> Answer:
+    async def _fetched(self, route: Any, options: dict[str, str]) -> SiteAnswer:
         answer = await route.fetch(max_redirects=0, timeout=self._timeout_ms, **options)
-        return Answer(answer.status, answer.headers, await answer.body())
+        return SiteAnswer(answer.status, answer.headers, await answer.body())
 
     def _miss(self, url: str, is_whole_page: bool) -> None:
         assert self._recording is not None

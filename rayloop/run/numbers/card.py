@@ -1,8 +1,7 @@
 """The model card of an exported checkpoint: its run, and each number with its protocol."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ NUMBERS = (("val", "greedy"), ("val_sampled", "sampled"))
 """The metrics of a run's evaluations, and what they are called."""
 
 
-def write_card(checkpoint: Checkpoint, base: str, out: Path) -> None:
-    """Write README.md into the exported folder ``out``; the ``base`` model's is renamed.
+def write_card(checkpoint: Checkpoint, out: Path) -> None:
+    """Write README.md into the exported folder ``out``; the base model's is renamed.
 
     Raises OSError.
     """
     run = RunFolder.at(checkpoint.folder.parents[1])
+    base = run.configuration["model"]["path"]
     card = out / CARD
     if card.exists():
         card.rename(out / OF_BASE)
@@ -45,21 +45,20 @@ def _while_trained(run: RunFolder, step: int) -> Iterator[tuple[str, ...]]:
     for event in run.events:
         if event["event"] == "start":
             protocol = event.get("protocol", "")
-        if event["event"] == "evaluated" and event["step"] == step:
-            for prefix, answers in NUMBERS:
-                bounds = [event.get(f"{prefix}/reward/{name}") for name in ("mean", "low", "high")]
-                if bounds[0] is not None:
-                    yield "held-out rows of the run", answers, "reward", _shown(bounds), protocol
+        if event["event"] != "evaluated" or event["step"] != step:
+            continue
+        for prefix, answers in NUMBERS:
+            bounds = [event.get(f"{prefix}/reward/{name}") for name in ("mean", "low", "high")]
+            if bounds[0] is not None:
+                yield "held-out rows of the run", answers, "reward", _shown(bounds), protocol
 
 
 def _evaluated(run: RunFolder, checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
     """The numbers that ``eval`` measured in folders next to the run."""
     name = f"{run.path.name}-{checkpoint.folder.name}-{checkpoint.lineage}"
     for file in sorted(run.path.parent.glob(f"{run.path.name}-*/results.json")):
-        results: Mapping[str, Any] = {}
-        with suppress(OSError, ValueError):
-            results = json.loads(file.read_bytes())
-        if Path(results.get("model", "")).name != name:
+        results = json.loads(file.read_bytes())
+        if Path(results["model"]).name != name:
             continue
         for arm, scores in results["arms"].items():
             for score, bounds in scores.items():

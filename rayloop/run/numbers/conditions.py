@@ -21,7 +21,7 @@ from rayloop.chat.tokenizer import read_json
 from rayloop.config.settings import components, dump, local_path
 from rayloop.config.yaml_source import flat
 from rayloop.core.model_files import hashed
-from rayloop.core.types import ImageSource, Message, Task
+from rayloop.core.types import ImageSource, Task
 from rayloop.data.cursor import evenly
 from rayloop.measure.protocol import Parts, hash_of
 from rayloop.run.config import RunConfig
@@ -110,19 +110,17 @@ def held_out_protocol(prepared: Prepared) -> str:
 
 def _shown(task: Task) -> list[Any]:
     """What a task shows and expects."""
-    return [task.id, [_message(message) for message in task.messages], str(task.ground_truth)]
+    messages = [[message.role, *map(_part, message.parts)] for message in task.messages]
+    return [task.id, messages, str(task.ground_truth)]
 
 
-def _message(message: Message) -> list[str]:
-    parts = [message.role]
-    for part in message.parts:
-        if not isinstance(part, ImageSource):
-            parts.append(str(part))
-        elif part.data is not None:
-            parts.append(hashlib.sha256(part.data).hexdigest())
-        else:
-            parts.append(hashed([Path(part.path or "")]))
-    return parts
+def _part(part: Any) -> Any:
+    """A text, or a hash of an image's content."""
+    if not isinstance(part, ImageSource):
+        return str(part)
+    if part.data is None:
+        return _content(part.path)
+    return hashlib.sha256(part.data).hexdigest()
 
 
 def _processor(model: Path) -> dict[str, Any]:
@@ -155,9 +153,7 @@ def _content(value: Any) -> Any:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        if "__pycache__" in folders:
-            folders.remove("__pycache__")
+    for parent, _, files in os.walk(folder, followlinks=True):
         yield from (Path(parent) / file for file in files)
 
 
