@@ -32,6 +32,8 @@ from rayloop.envs.browser.web import WebPage
 
 pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
 
+PATIENT = {"launch_timeout": 120.0, "load_timeout": 60.0, "action_timeout": 60.0}
+"""Other tests may run on the same cores."""
 SHOP = """<!doctype html><body style="margin:0;font:16px monospace"><script src="/app.js"></script>
 <p>page {count} {time}</p><p id=clock></p><p id=dice></p><p id=price></p><img src="/dot.png" width=40 height=40>
 <button style="position:absolute;left:0;top:240px;width:300px;height:100px" onclick="go()">{who}</button>"""
@@ -113,7 +115,13 @@ def episode(site: str, path: str = "/", **browser: Any) -> Iterator[tuple[WebPag
     sites.recording.cache_clear()
     environment = WebPage(
         WebPage.Settings.model_validate(
-            {"sites": [site], "width": 640, "height": 360, "settle": 0.2, "browser": browser}
+            {
+                "sites": [site],
+                "width": 640,
+                "height": 360,
+                "settle": 0.2,
+                "browser": {**PATIENT, **browser},
+            }
         )
     )
     task = Task(
