@@ -23,7 +23,7 @@ FIGURES = ("count", "accuracy", "kappa", "attack_rate")
 async def conditions(settings: ClientSettings, rubric: Rubric) -> dict[str, Any]:
     """Rubric, prompt and rules of verdicts, and the judge that answers now.
 
-    Its figures are those of the newest ``judge calibrate``, where they are this judge's.
+    Its figures are from the newest ``judge calibrate``, if that asked the same judge.
     """
     fingerprint = await _fingerprint(settings)
     return {

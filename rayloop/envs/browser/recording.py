@@ -60,9 +60,9 @@ class _Header(BaseModel):
 
 
 class Request(BaseModel):
-    """What a page asks a site: ``sent`` is a hash of its body, ``cookies`` of those that go along.
+    """A page's request to a site; ``sent`` and ``cookies`` are hashes of its body and cookies.
 
-    A hash of nothing is empty.
+    The hash of an empty text is empty.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -131,9 +131,9 @@ class Recording:
         return None
 
     def keep(self, request: Request, answer: SiteAnswer, seen: Counter[Key]) -> bool:
-        """Write an answer, unless an earlier episode's is there.
+        """Write an answer, unless an earlier episode has written one.
 
-        Returns whether one is there now: it may be too large. Raises OSError.
+        Returns False when it is too large. Raises OSError.
         """
         headers = {name: value for name, value in answer.headers.items() if name not in OF_TRANSFER}
         exact = request.keys(self.moment)[0]
@@ -163,7 +163,7 @@ class Recording:
         new_file = self.folder / f".{INDEX}.{secrets.token_hex(8)}"
         header = _Header(kind="rayloop-recording", version=1, moment=int(time.time()))
         write_whole(new_file, header.model_dump_json().encode())
-        # A link is made only if there is none, so that of two actors one begins the index.
+        # A link replaces no file, so only one of two actors begins the index.
         with suppress(FileExistsError):
             os.link(new_file, self.folder / INDEX)
         new_file.unlink()

@@ -82,7 +82,7 @@ class Sites:
             if answer is None:
                 self._miss(url, is_page and request.frame.parent_frame is None)
                 return "unrecorded"
-            # Those of redirections count too.
+            # A redirection may set cookies too.
             cookies += answer.headers.get("set-cookie", "").splitlines()
             set_cookies = {"set-cookie": "\n".join(cookies)} if cookies else {}
             location = answer.headers.get("location") if 300 <= answer.status < 400 else None

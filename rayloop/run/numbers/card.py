@@ -10,8 +10,6 @@ from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.folder import RunFolder
 
 CARD = "README.md"
-OF_BASE = "README-of-the-base-model.md"
-"""The name of the base model's card, which the export copies too."""
 NUMBERS = (("val", "greedy"), ("val_sampled", "sampled"))
 """The metrics of a run's evaluations, and what they are called."""
 
@@ -25,7 +23,8 @@ def write_card(checkpoint: Checkpoint, out: Path) -> None:
     base = run.configuration["model"]["path"]
     card = out / CARD
     if card.exists():
-        card.rename(out / OF_BASE)
+        # The export has copied the base model's files.
+        card.rename(out / "README-of-the-base-model.md")
     rows = [*_while_trained(run, checkpoint.step), *_evaluated(run, checkpoint)]
     lines = [
         f"# {run.path.name}, step {checkpoint.step}",

@@ -63,7 +63,7 @@ MOST_FILES = 20_000
 """Files of a folder whose content is hashed; the rest of a larger one is not looked at."""
 SIZE_LIMITS = ("size", "min_pixels", "max_pixels")
 """Keys of an image processor in whose place the run's settings count; an export writes these."""
-SOURCES = (".py", ".yaml", ".js", ".jinja", ".json", ".txt")
+SOURCES = (".py", ".yaml", ".js", ".jinja", ".json")
 
 
 def conditions(
