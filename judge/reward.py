@@ -140,7 +140,7 @@ class JudgeReward:
         """
 
     @classmethod
-    def conditions(cls, settings: Settings) -> dict[str, Any]:
+    def protocol_parts(cls, settings: Settings) -> dict[str, Any]:
         """What verdicts depend on besides the settings. Raises ConfigError."""
         rubric = chosen_rubric(settings.rubrics, settings.rubric)
         return {"judge": asyncio.run(conditions(settings.judge, rubric))}

@@ -88,7 +88,7 @@ class PageEnvironment(ScreenEnvironment):
         return f"{available()} (Chromium)"
 
     @classmethod
-    def conditions(cls, settings: PageSettings) -> dict[str, Any]:
+    def protocol_parts(cls, settings: PageSettings) -> dict[str, Any]:
         """Return what the pixels of a page depend on besides its settings: browser and fonts."""
         fonts = sorted(_printed("fc-list", "--format", "%{family} %{style} %{fontversion}\n"))
         digest = hashlib.sha256("\n".join(fonts).encode()).hexdigest()[:16]

@@ -158,11 +158,11 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _of_components(config: RunConfig) -> dict[str, Any]:
-    """What environments and rewards say of themselves by ``conditions(settings)``."""
+    """What environments and rewards say of themselves by ``protocol_parts(settings)``."""
     parts: dict[str, Any] = {}
     for settings in (config.environment, config.reward):
         for _, part in components(settings):
-            describe = getattr(part.resolve(), "conditions", None)
+            describe = getattr(part.resolve(), "protocol_parts", None)
             options = part.options()
             if describe is not None and options is not None:
                 parts |= describe(options)

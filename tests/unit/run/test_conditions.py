@@ -98,7 +98,7 @@ def test_a_browser_says_its_version(tmp_path: Path) -> None:
     program.chmod(0o755)
     for name, version in ((str(program), "Browser 7.1"), ("no-such-browser", "unknown")):
         options = WebPage.Settings.model_validate({"browser": {"program": name}})
-        assert WebPage.conditions(options)["browser"]["version"] == version
+        assert WebPage.protocol_parts(options)["browser"]["version"] == version
 
 
 def test_a_runs_own_numbers_have_the_protocol_of_eval(tmp_path: Path, text_folder: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_judge_is_named_with_its_rubric_and_its_own_calibration(
     report = {"fingerprint": "vllm-1", "scores": scores}
     (tmp_path / "judge_calibration.json").write_text(json.dumps(report))
 
-    unreached = JudgeReward.conditions(options)["judge"]
+    unreached = JudgeReward.protocol_parts(options)["judge"]
     assert unreached["fingerprint"] == "no judge answered"
     assert unreached["calibration"] == {}
     assert unreached["rubric"]
@@ -128,7 +128,7 @@ def test_a_judge_is_named_with_its_rubric_and_its_own_calibration(
         return "vllm-1"
 
     monkeypatch.setattr(judged, "_fingerprint", answers)
-    assert JudgeReward.conditions(options)["judge"]["calibration"] == {
+    assert JudgeReward.protocol_parts(options)["judge"]["calibration"] == {
         "count": "80",
         "accuracy": "0.9",
         "kappa": "0.8",
