@@ -148,6 +148,7 @@ ELSEWHERE = {
     "env play runs/mine --from=*": "tests/envs/test_play.py",
     "try CONFIG model.path=model": "tests/engines/test_model_page.py",
     "policy serve --name *": "tests/serve/test_policy.py",
+    "eval *mine.json*": "tests/cluster/test_protocol.py",
     "slurm *": "tests/deploy/slurm/test_slurm.py",
     "submit CONFIG output=/shared*": "tests/cluster/test_submit.py",
     "train CONFIG --address HEAD:PORT": "tests/nodes/test_node_losses.py",
