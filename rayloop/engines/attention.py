@@ -65,6 +65,11 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     return bool(model.config.get_text_config()._attn_implementation in (PACKED_SDPA, PACKED_FLEX))
 
 
+def attention_name(model: PreTrainedModel) -> str:
+    """The name of the implementation of the language model's attention."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
 def packs_images(model: PreTrainedModel) -> bool:
     """Whether the model's vision tower attends by window or image."""
     return bool(model.config.vision_config._attn_implementation == PACKED_VISION)

@@ -61,9 +61,9 @@ class Teacher:
 @pytest.fixture
 def teacher(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> Teacher:
     made = Teacher(tiny_text)
-    monkeypatch.setattr(
-        openai_scorer, "client", lambda url: httpx.AsyncClient(transport=httpx.MockTransport(made))
-    )
+    transport = httpx.MockTransport(made)
+    for module in (openai_scorer, openai_requests):
+        monkeypatch.setattr(module, "client", lambda url: httpx.AsyncClient(transport=transport))
     monkeypatch.setattr(openai_requests, "REQUEST_ATTEMPTS", 2)
     return made
 
@@ -132,7 +132,8 @@ def test_what_cannot_be_a_reference_is_refused(
         score(tiny_text)
     teacher.models, teacher.change = ["teacher"], lambda entries: None
     with pytest.raises(
-        ConfigError, match=r"returns no prompt_logprobs, as vLLM's server does\. Name a folder"
+        ConfigError,
+        match=r"returns no prompt_logprobs, as vLLM's server does\. Name another server",
     ):
         score(tiny_text)
     teacher.statuses, teacher.change = [404], lambda entries: entries

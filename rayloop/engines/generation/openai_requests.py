@@ -62,6 +62,22 @@ async def request(
     raise WorkerLost(f"the server failed {REQUEST_ATTEMPTS} times, last: {failure}")
 
 
+async def served_model(url: str, key: str) -> str:
+    """Return the name of the one model of the server at ``url``.
+
+    Raises WorkerLost, and ConfigError, which names ``key``.
+    """
+    async with client(url) as http:
+        _, models = await request([(f"{url}/models", http)], None, key)
+    try:
+        [name] = [model["id"] for model in models["data"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}: {url}/models does not name one model: {str(models)[:200]}"
+        ) from error
+    return str(name)
+
+
 def client(url: str, headers: Mapping[str, str] = NONE) -> httpx.AsyncClient:
     """Return a client for the server at ``url``, past proxies when it is this machine."""
     # httpx allows 100 connections, and requests beyond them can time out while they wait for one.

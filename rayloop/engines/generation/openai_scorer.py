@@ -15,7 +15,7 @@ from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import ConfigError, DataFailure, WorkerLost
 from rayloop.core.model_files import resolve
 from rayloop.core.types import Trajectory
-from rayloop.engines.generation.openai_requests import client, request
+from rayloop.engines.generation.openai_requests import client, request, served_model
 from rayloop.engines.settings import ModelSettings
 from rayloop.grpo.batch import by_segment
 
@@ -33,9 +33,11 @@ class OpenAiScorer:
 
     ``url`` is http://host:port/v1. Raises ConfigError unless the server has one model, returns
     log-probs of token ids, and has the tokenizer of ``model``; WorkerLost without an answer.
+    ``key``: the key or option of the address, which errors name.
     """
 
-    def __init__(self, model: ModelSettings, url: str) -> None:
+    def __init__(self, model: ModelSettings, url: str, key: str = KEY) -> None:
+        self._key = key
         self._url = url.rstrip("/")
         self._path = model.path
         self._tokenizer = load_tokenizer(resolve(model.path, model.revision).folder)
@@ -56,8 +58,8 @@ class OpenAiScorer:
     async def _score(self, http: httpx.AsyncClient, segment: Trajectory) -> npt.NDArray[np.float32]:
         if segment.images:
             raise ConfigError(
-                f"{KEY}: {self._url} gets token ids alone, and trajectory {segment.id} has images."
-                " Name a folder"
+                f"{self._key}: {self._url} gets token ids alone, and trajectory {segment.id} has"
+                " images. Name a folder"
             )
         flat = segment.flatten()
         ids = flat.token_ids.tolist()
@@ -73,7 +75,8 @@ class OpenAiScorer:
                 raise ValueError(f"{invalid[0]} is not a log-prob")
         except (KeyError, TypeError, ValueError) as error:
             raise WorkerLost(
-                f"{KEY}: {self._url} gave no log-prob for each of {len(ids)} tokens: {error!r}"
+                f"{self._key}: {self._url} gave no log-prob for each of {len(ids)} tokens:"
+                f" {error!r}"
             ) from error
         return np.array(values, np.float32)
 
@@ -88,9 +91,9 @@ class OpenAiScorer:
             "temperature": 0.0,
         }
         try:
-            _, answer = await request([(f"{self._url}/completions", http)], body, KEY)
+            _, answer = await request([(f"{self._url}/completions", http)], body, self._key)
         except DataFailure as error:
-            raise ConfigError(f"{KEY}: {error}") from error
+            raise ConfigError(f"{self._key}: {error}") from error
         if not isinstance(answer, dict) or not answer.get("choices"):
             return None
         return answer["choices"][0].get("prompt_logprobs")
@@ -98,18 +101,12 @@ class OpenAiScorer:
     async def _examine(self) -> str:
         """Return the name of the model that the server has, after all checks."""
         async with client(self._url) as http:
-            _, models = await request([(f"{self._url}/models", http)], None, KEY)
-            try:
-                [self._served] = [model["id"] for model in models["data"]]
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{KEY}: {self._url}/models does not name one model: {str(models)[:200]}"
-                ) from error
+            self._served = await served_model(self._url, self._key)
             # The first token has no context, so a log-prob needs two.
             if await self._prompt_logprobs(http, [0, 0]) is None:
                 raise ConfigError(
-                    f"{KEY}: {self._url} returns no prompt_logprobs, as vLLM's server does. Name a"
-                    " folder"
+                    f"{self._key}: {self._url} returns no prompt_logprobs, as vLLM's server does."
+                    " Name another server"
                 )
             await self._compare_tokenizers(http)
         return self._served
@@ -122,7 +119,7 @@ class OpenAiScorer:
             tokens = list(range(first, min(first + TEXT_BLOCK_TOKENS, size)))
             text = self._tokenizer.decode(tokens, skip_special_tokens=False)
             body = {"model": self._served, "prompt": text, "add_special_tokens": False}
-            _, answer = await request([(url, http)], body, KEY)
+            _, answer = await request([(url, http)], body, self._key)
             ours = self._tokenizer.encode(text, add_special_tokens=False).ids
             self._compare(ours, answer["tokens"])
 
@@ -131,8 +128,8 @@ class OpenAiScorer:
         for our_token, their_token in zip([*ours, None], [*theirs, None], strict=False):
             if our_token != their_token:
                 raise ConfigError(
-                    f"{KEY}: {self._url} has another tokenizer than model.path {self._path}: of one"
-                    f" text a token is {self._shown(their_token)} there and"
+                    f"{self._key}: {self._url} has another tokenizer than model.path {self._path}:"
+                    f" of one text a token is {self._shown(their_token)} there and"
                     f" {self._shown(our_token)} here. Name a model with the same tokenizer"
                 )
 

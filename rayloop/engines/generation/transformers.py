@@ -23,6 +23,7 @@ from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.token_mask import TokenMask
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
 from rayloop.engines import profiling
+from rayloop.engines.attention import attention_name
 from rayloop.engines.generation.decoding import Decoder, DecodeRequest
 from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision
 from rayloop.engines.settings import EnginePlace, ModelSettings, TransformersEngineSettings
@@ -119,6 +120,11 @@ class TransformersEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._service: asyncio.Task[None] | None = None
+
+    @property
+    def attention(self) -> str:
+        """The name of the language model's attention kernel."""
+        return attention_name(self._model)
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn.

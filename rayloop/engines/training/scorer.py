@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
-from rayloop.engines.attention import shares_prefixes, use_packed
+from rayloop.engines.attention import attention_name, shares_prefixes, use_packed
 from rayloop.engines.models import image_features, load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
@@ -286,16 +286,49 @@ class FrozenScorer:
         scorer = Scorer(language_model, settings.logprob_chunk).to(device)
         self._scorer = scorer.requires_grad_(False).eval()
 
-    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
+    @property
+    def attention(self) -> str:
+        """The name of the language model's attention kernel."""
+        return attention_name(self._scorer.model)
+
+    def logprobs(
+        self, trajectories: Sequence[Trajectory], *, swap_images: bool = False
+    ) -> list[npt.NDArray[np.float32]]:
         """Return one array [sampled_tokens] per trajectory.
 
-        Raises DataFailure and ValueError (see Collator.sample).
+        ``swap_images``: with every image replaced. Raises DataFailure and ValueError (see
+        Collator.sample).
         """
 
         def score_segments(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
-            samples = [self._collator.sample(TrainItem(segment, 0.0)) for segment in segments]
+            samples = [
+                self._collator.sample(TrainItem(segment, 0.0), swap_images=swap_images)
+                for segment in segments
+            ]
             plan = self._collator.plan(samples)
             results = score(self._scorer, samples, plan, self._collator.ahead(plan))
             return [scores.logprobs.numpy() for scores in results]
 
         return by_segment(trajectories, score_segments)
+
+    @torch.no_grad()
+    def likeliest(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.int64]]:
+        """Return the likeliest token at each sampled position, [sampled_tokens] per trajectory.
+
+        The trajectories have no restarts. Raises as ``logprobs``.
+        """
+        tokens = []
+        for trajectory in trajectories:
+            batch = self._collator.batch([self._collator.sample(TrainItem(trajectory, 0.0))])
+            hidden = self._scorer.hidden(batch)
+            predicting = hidden[batch.predict.to(hidden.device)]
+            logprobs = masked_logprobs(
+                logits_of(self._scorer.model, predicting).float(),
+                batch.temperature,
+                batch.ban_end,
+                batch.banned_tokens,
+                batch.end_tokens,
+                batch.token_mask,
+            )
+            tokens.append(logprobs.argmax(-1).cpu().numpy())
+        return tokens
