@@ -102,6 +102,7 @@ docs: $(VENV)/.run
 	$(BIN)/python -m tools.pages.published > docs/published_values.md
 	$(BIN)/python -m tools.pages.idle > docs/idle_settings.md
 	$(BIN)/python -m tools.pages.compatibility > docs/compatibility.md
+	$(BIN)/python -m tools.pages.parity > docs/parity.md
 	$(BIN)/python -m tools.pages.readme
 
 # What pip says may be long: the last line says what to do. What is installed is kept.

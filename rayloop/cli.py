@@ -31,6 +31,10 @@ COMMANDS = {
         "rayloop.commands.estimate",
         "steps, tokens, time and memory of a run before it is started",
     ),
+    "parity": (
+        "rayloop.parity.command",
+        "does an engine compute what the trainer computes, by turn, images and depth",
+    ),
     "score": ("rayloop.commands.score", "what a recipe's reward says about saved completions"),
     "export": (
         "rayloop.commands.train:add_export",

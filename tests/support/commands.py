@@ -147,6 +147,7 @@ ELSEWHERE = {
     "env play agent.yaml": "tests/unit/envs/test_agent_env.py",
     "env play runs/mine --from=*": "tests/envs/test_play.py",
     "try CONFIG model.path=model": "tests/engines/test_model_page.py",
+    "parity MODEL*": "tests/engines/test_parity.py",
     "policy serve --name *": "tests/serve/test_policy.py",
     "eval *mine.json*": "tests/cluster/test_protocol.py",
     "slurm *": "tests/deploy/slurm/test_slurm.py",

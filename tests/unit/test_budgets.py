@@ -23,7 +23,7 @@ from tools.pages.config import leaf_keys
 
 KEYS = 197
 """Paths that a user can set to a value; a class that is used at two places has its keys twice."""
-TOKENS = 469_700
+TOKENS = 474_200
 """Names, operators, numbers and strings of the product: a budget that nobody meets by writing
 denser lines.
 """
@@ -41,6 +41,7 @@ _MADE = (
     "sft",
     "published_values",
     "compatibility",
+    "parity",
     "idle_settings",
 )
 GENERATED = tuple(f"docs/{name}.md" for name in _MADE)
