@@ -88,7 +88,8 @@ Prompt log-probs ignore the temperature: both sides are then computed at 1.
 
 Tiny models of random weights in each family's own layout (`tests/support/model_families.py`), with
 the default options. Everything here ran on a CPU; nothing has run on a GPU. Seconds are those of
-the processors for the whole command; the machine had two cores, which other programs used too.
+the processors for the whole command, without vLLM's own processes; the machine had two cores, which
+other programs used too.
 """
 HEADINGS = (
     "`model_type`",
