@@ -119,16 +119,20 @@ class Recording:
     def find(self, request: Request, seen: Counter[Key]) -> SiteAnswer | None:
         """Return the recorded answer, or None.
 
-        ``seen`` counts what an episode has asked: its n-th same request gets the n-th answer, and
-        the last one afterwards.
+        ``seen`` counts what an episode has asked, by each key: its n-th same request gets the n-th
+        answer, and the last one afterwards.
         """
-        for key in request.keys(self.moment):
-            entries = self._answers.get(key)
-            if entries:
-                entry = entries[min(seen[key], len(entries) - 1)]
-                seen[key] += 1
-                return self._answer(entry)
-        return None
+        keys = [key for key in request.keys(self.moment) if self._answers.get(key)]
+        if not keys:
+            return None
+        # A page that runs at another speed asks at other times, so that a narrow key may be used up
+        # while a wide one has answers left.
+        entry = self._answers[keys[0]][-1]
+        for key in reversed(keys):
+            if seen[key] < len(self._answers[key]):
+                entry = self._answers[key][seen[key]]
+        seen.update(keys)
+        return self._answer(entry)
 
     def keep(self, request: Request, answer: SiteAnswer, seen: Counter[Key]) -> bool:
         """Write an answer, unless an earlier episode has written one.

@@ -39,7 +39,7 @@ class Sites:
     """The sites as one page sees them.
 
     ``replays``: whether all answers are from a recording. ``missing``: the addresses that it lacks;
-    ``lost``: a sentence about the one that the page itself was to become.
+    ``lost``: a sentence about the one that the page itself was to become, and did not.
     """
 
     def __init__(self, context: Any, settings: BrowserSettings) -> None:
@@ -80,7 +80,11 @@ class Sites:
         for _ in range(MAX_REDIRECTIONS):
             answer = await self._answer(route, method, url, sent, options)
             if answer is None:
-                self._miss(url, is_page and request.frame.parent_frame is None)
+                is_whole_page = is_page and request.frame.parent_frame is None
+                self._miss(url, is_whole_page)
+                if is_whole_page:
+                    # No content: the browser stays on its page.
+                    await route.fulfill(status=204)
                 return "unrecorded"
             # A redirection may set cookies too.
             cookies += answer.headers.get("set-cookie", "").splitlines()

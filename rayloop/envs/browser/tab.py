@@ -193,8 +193,8 @@ class Tab:
     ) -> Screen:
         """Carry out actions (points in pixels), until ``over`` is true after one.
 
-        Then waits ``settle`` seconds and looks. Raises PageHangs and PageTooLarge, which the
-        actions caused, and EnvironmentFailed.
+        Then waits ``settle`` seconds and looks. Raises NotHere for a page that a recording lacks,
+        PageHangs and PageTooLarge, which the actions caused, and EnvironmentFailed.
         """
 
         async def run() -> Screen:
@@ -206,9 +206,12 @@ class Tab:
                 await asyncio.sleep(settle)
                 await self.page.wait_for_load_state("load")
             screen = await self._look(expression)
-            # The page that the policy went to is unknown: what it shows says nothing.
+            # A link has led out of the recording, and the page has stayed. That is the policy's
+            # choice: as a failure of the environment it would leave the episode out.
             if self.sites.lost:
-                raise EnvironmentFailed(self.sites.lost)
+                lost = self.sites.lost
+                self.sites.lost = ""
+                raise NotHere(lost)
             return screen
 
         pauses = settle + sum(map(extra_time, actions))
