@@ -71,7 +71,7 @@ class Subject:
         settings = ModelSettings(path=str(folder))
         return cls(
             name=path if files.commit else folder.resolve().name,
-            family=config.get("model_type"),
+            family=str(config.get("model_type", "")),
             settings=settings,
             renderer=Renderer(settings, folder=folder),
             context=positions(config.get("text_config") or config),
