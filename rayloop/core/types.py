@@ -403,6 +403,11 @@ class Trajectory:
                 images += [image.sha256 for image in turn_images]
         return tuple(states)
 
+    @property
+    def actions(self) -> tuple[str, ...]:
+        """For each sampled turn 16 hex digits of BLAKE2b over its tokens."""
+        return tuple(_short_hash(turn.token_ids).hex() for turn in self.sampled_turns)
+
     def flatten(self) -> FlatTrajectory:
         """Concatenate the turns of one segment.
 
@@ -439,11 +444,11 @@ class Trajectory:
 class Summary:
     """The facts about a trajectory that the driver has without opening its payload.
 
-    Lengths in tokens (expanded). ``turn_rewards`` and ``states`` (``Turn.reward``,
-    ``Trajectory.states``) have one entry for each sampled turn, in the order of the turns;
-    ``order`` is the trajectory's. ``first_version`` is the oldest that sampled a turn,
-    ``last_version`` the newest. ``spans``: ``reset``, ``generate``, ``step``, each from when to
-    when in unix seconds.
+    Lengths in tokens (expanded). ``turn_rewards``, ``states`` and ``actions`` (``Turn.reward``,
+    ``Trajectory.states``, a hash of the sampled tokens) have one entry for each sampled turn, in
+    the order of the turns; ``order`` is the trajectory's. ``first_version`` is the oldest that
+    sampled a turn, ``last_version`` the newest. ``spans``: ``reset``, ``generate``, ``step``, each
+    from when to when in unix seconds.
     """
 
     id: TrajectoryId
@@ -470,6 +475,7 @@ class Summary:
     sent: ImagesSent = ImagesSent()
     turn_rewards: tuple[float, ...] = ()
     states: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
     spans: tuple[tuple[str, float, float], ...] = field(default=(), compare=False)
 

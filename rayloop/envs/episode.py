@@ -464,6 +464,7 @@ def summarize(
         cut=any(turn.finish is FinishReason.LENGTH for turn in sampled),
         turn_rewards=tuple(turn.reward for turn in sampled),
         states=trajectory.states,
+        actions=trajectory.actions,
         order=trajectory.order,
         spans=_spans(trajectory),
     )

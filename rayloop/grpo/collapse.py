@@ -69,6 +69,7 @@ EQUAL = "rollout/equal_rewards"
 RIGHT = "rollout/all_right"
 WRONG = "rollout/all_wrong"
 STATES = "rollout/shared_states"
+REPEATS = "rollout/repeated_states"
 PAID = "rollout/paid_at_max_turns"
 SETTINGS = {
     ENTROPY: "entropy",
@@ -78,10 +79,15 @@ SETTINGS = {
     RIGHT: "all_right",
     WRONG: "all_wrong",
     STATES: "shared_states",
+    REPEATS: "repeated_states",
 }
 """Watched metric -> the setting with its limits."""
 
 ENTROPY_ADVICE = "A lower policy.optimizer.lr, policy.loss.entropy_coef or a KL term keep it open"
+STATES_ADVICE = (
+    "A clock, a counter or an animation on the screen makes every state another one: hide it, or"
+    " take advantage.kind: turns"
+)
 COLLAPSED_SHARE = 0.5
 """Share of the first steps' entropy below which a policy has collapsed.
 
@@ -134,6 +140,8 @@ class CollapseSettings(SettingsModel):
 
     It is watched for an advantage that compares such turns.
     """
+    repeated_states: ClassVar[Floor] = Floor(warn=0.5)
+    """Agreement of the states that the same actions of a group led to; watched for the same."""
 
 
 class Collapse:
@@ -145,7 +153,8 @@ class Collapse:
     def __init__(self, settings: CollapseSettings, *, compares_states: bool = False) -> None:
         """``compares_states``: the advantage is between turns that began at the same state."""
         self._settings = settings
-        self._watched = [name for name in SETTINGS if compares_states or name != STATES]
+        unwatched = () if compares_states else (STATES, REPEATS)
+        self._watched = [name for name in SETTINGS if name not in unwatched]
         self._last: deque[Mapping[str, float]] = deque(maxlen=MEAN_STEPS)
         self.first: dict[str, list[float]] = {LENGTH: [], ENTROPY: []}
         """Values of the run's first steps, in tokens and nats.
@@ -170,6 +179,9 @@ class Collapse:
             values = self._recent_values(name)
             if values:
                 alarms[SETTINGS[name]] = self._alarm(name, values)
+        if STATES in self._watched and not any(self._recent_values(STATES)):
+            # Where no state is shared, none is repeated either: one alarm says it.
+            alarms.pop(SETTINGS[REPEATS], None)
         text = (
             f"none of the last {MEAN_STEPS} steps had a trajectory with gradient: nothing is"
             " learned, and its entropy is unknown"
@@ -241,9 +253,13 @@ class Collapse:
         if name == STATES:
             return (
                 "no turn after the first shared its state with another one of its group,"
-                f" {_mean_of(values)}: gigpo has nothing to compare there. A clock, a counter or an"
-                " animation on the screen makes every state another one: hide it, or take"
-                " advantage.kind: turns"
+                f" {_mean_of(values)}: gigpo has nothing to compare there. {STATES_ADVICE}"
+            )
+        if name == REPEATS:
+            return (
+                f"the same actions led to the same state in {value:.0%} of the cases,"
+                f" {_mean_of(values)}: gigpo takes equal states for different ones."
+                f" {STATES_ADVICE}"
             )
         meanings = {
             EQUAL: "advantages that are all 0: they teach nothing",

@@ -142,6 +142,7 @@ def _equal_groups(ended_groups: Sequence[Group]) -> dict[str, float]:
         "rollout/all_right": mean(float(name == "all_right") for name in equalities),
         "rollout/all_wrong": mean(float(name == "all_wrong") for name in equalities),
         **_shared_states(ended_groups),
+        **_repeated_states(ended_groups),
     }
 
 
@@ -161,6 +162,32 @@ def _shared_states(ended_groups: Sequence[Group]) -> dict[str, float]:
         turns += states.total()
         shared += sum(count for count in states.values() if count > 1)
     return {"rollout/shared_states": shared / turns} if turns else {}
+
+
+def _repeated_states(ended_groups: Sequence[Group]) -> dict[str, float]:
+    """How often the same actions led to the same state, which says whether the environment repeats.
+
+    Over the later turns of scored members before which another member of the group had done the
+    same since its start: the mean share of those others that are at the same state. Empty without
+    such turns.
+    """
+    agreement = 0.0
+    turns = 0
+    for group in ended_groups:
+        states_after: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+        for member in group.members:
+            summary = member.summary
+            # Older checkpoints have members without actions.
+            if isinstance(member.outcome, Scored) and summary.actions:
+                for turn, state in enumerate(summary.states[1:], 1):
+                    states_after[summary.actions[:turn]][state] += 1
+        for states in states_after.values():
+            members = states.total()
+            if members > 1:
+                turns += members
+                equal_pairs = sum(count * (count - 1) for count in states.values())
+                agreement += equal_pairs / (members - 1)
+    return {"rollout/repeated_states": agreement / turns} if turns else {}
 
 
 def _seconds_in(summary: Summary, *names: str) -> float:

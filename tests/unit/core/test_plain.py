@@ -78,6 +78,7 @@ SUMMARY = Summary(
     sent=ImagesSent(3, 1000, 1),
     turn_rewards=(0.5, -2.0 / 3.0),
     states=("00c0ffee00c0ffee",) * 2,
+    actions=("5eed5eed5eed5eed",) * 2,
     order=(1, 0, 2),
     spans=(("reset", 1.5, 2.25), ("step", 3.0, 3.5)),
 )
@@ -475,8 +476,8 @@ def test_what_was_saved_once_is_read_for_ever(schema: int, tmp_path: Path) -> No
         assert first.credit == Credit(CREDIT.advantage)
     else:
         assert first.payload == without_alone(TRAJECTORY)
-        # These schemas do not have the field.
-        assert first.summary == dataclasses.replace(SUMMARY, repeated_tokens=0)
+        # These schemas do not have the fields.
+        assert first.summary == dataclasses.replace(SUMMARY, repeated_tokens=0, actions=())
         assert first.credit == CREDIT
     assert first.ref_logprobs.tobytes() == REFERENCE.tobytes()
     assert (first.status, second.status) == (None, MEMBERS[1].status)

@@ -209,6 +209,23 @@ def test_states_that_no_turn_shares_are_an_alarm_where_they_are_compared() -> No
             assert "gigpo has nothing to compare there. A clock" in text
 
 
+def test_states_that_do_not_repeat_are_an_alarm_where_they_are_compared() -> None:
+    def warnings(shared: float, repeated: float, *, compares: bool = True) -> list[str]:
+        watch, found = Collapse(CollapseSettings(), compares_states=compares), dict[str, Any]()
+        states = {"rollout/shared_states": shared, "rollout/repeated_states": repeated}
+        for _ in range(MEAN_STEPS):
+            found = watch.step({**WELL, **states})
+        return [text for value, limit, text in found.values() if limit.warns(value)]
+
+    (text,) = warnings(0.1, 0.25)
+    assert text.startswith("the same actions led to the same state in 25% of the cases, mean of 5")
+    assert "A clock" in text
+    assert warnings(0.1, 0.25, compares=False) == warnings(0.6, 0.9) == []
+    # One alarm says it where nothing is shared at all.
+    (text,) = warnings(0.0, 0.0)
+    assert "gigpo has nothing to compare there" in text
+
+
 # The shares of groups -----------------------------------------------------------------------------
 
 

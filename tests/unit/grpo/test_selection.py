@@ -139,6 +139,33 @@ def test_turns_that_share_a_state_are_counted_beside_the_first_ones() -> None:
     assert "rollout/shared_states" not in shared(("p",), ("p",))
 
 
+def test_an_environment_that_repeats_has_the_same_states_after_the_same_actions() -> None:
+    def repeated(*played: tuple[str, str]) -> float | None:
+        """Of members with these states and actions, a letter each."""
+        made = [
+            make_member(
+                TrajectoryId(0, i),
+                Scored(float(i)),
+                turns=len(states),
+                states=tuple(states),
+                actions=tuple(actions),
+            )
+            for i, (states, actions) in enumerate(played)
+        ]
+        collected = Collected((), (Group(0, Task("t", ()), tuple(made)),))
+        return step_metrics(collected, target=2).get("rollout/repeated_states")
+
+    assert repeated(("pab", "xyz"), ("pab", "xyw")) == 1.0
+    # Each screen shows another time.
+    assert repeated(("p12", "xyz"), ("p34", "xyz")) == 0.0
+    # The second turns repeat. One third turn of three differs from the other two, after the same.
+    third = (1 / 2 + 1 / 2 + 0) / 3
+    assert repeated(("pab", "xyz"), ("pab", "xyz"), ("pac", "xyz")) == (3 * 1.0 + 3 * third) / 6
+    # What they did differs at once, or nothing follows.
+    assert repeated(("pa", "xy"), ("pb", "zy")) is None
+    assert repeated(("p", "x"), ("p", "x")) is None
+
+
 def test_different_rewards_and_lone_samples_pass_the_group_filter() -> None:
     assert len(apply_filters(scored(0, [0.0, 0.5]), (EqualRewards(),)).kept) == 2
     lone = with_advantages(make_group(0, [1.0]), AdvantageSettings(min_group=1, singleton="raw"))
