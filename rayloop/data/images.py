@@ -201,6 +201,10 @@ def _check_size(name: str, width: int, height: int, limit_pixels: int) -> None:
         raise ImageRefused(name, f"{width}x{height} pixels: the aspect ratio exceeds {MAX_ASPECT}")
 
 
+MASKED_SIDE_PIXELS = 14
+"""Pixels of a side of the squares that ``masked`` draws."""
+MASKED_SHARE = 0.6
+"""The share of them that is black."""
 MAX_ANSWER_COST_PIXELS = 64_000_000
 """The most that decoding all pictures of one answer to the policy may cost (``decoding``).
 
@@ -364,6 +368,21 @@ def _tint(height: int, width: int, strength: float) -> npt.NDArray[np.float32]:
     tint[..., 0] = 255 * strength * np.linspace(0, 1, width, dtype=np.float32)
     tint[..., 2] = 255 * strength * np.linspace(0, 1, height, dtype=np.float32)[:, None]
     return tint
+
+
+def masked(image: Image.Image, seed: int) -> Image.Image:
+    """The image with squares of ``MASKED_SIDE_PIXELS`` of black, ``MASKED_SHARE`` of all.
+
+    Each is black with that probability (PAPO, arXiv:2507.06448, and its public code).
+    """
+    rows = math.ceil(image.height / MASKED_SIDE_PIXELS)
+    columns = math.ceil(image.width / MASKED_SIDE_PIXELS)
+    is_black = np.random.default_rng(seed).random((rows, columns)) < MASKED_SHARE
+    of_rows = is_black.repeat(MASKED_SIDE_PIXELS, axis=0)
+    of_pixels = of_rows.repeat(MASKED_SIDE_PIXELS, axis=1)
+    pixels = np.array(image)
+    pixels[of_pixels[: image.height, : image.width]] = 0
+    return Image.fromarray(pixels)
 
 
 def png(image: Image.Image) -> bytes:

@@ -46,6 +46,8 @@ class TrainSample:
     sampling: Sampling
     # [N] float32, the trainer's log-probs at the start of the step; None: the current ones
     old_logprobs: Tensor | None = None
+    # [N] float32, log-probs with masked pictures, NaN before the first picture; None: not needed
+    masked_logprobs: Tensor | None = None
     # Per image [patches, D] float32; another thread computes them.
     pixels: tuple[Future[Tensor], ...] = ()
     grids: tuple[tuple[int, int, int], ...] = ()  # per image (t, h, w) in patches
@@ -143,6 +145,7 @@ class Batch:
     elsewhere: TokensElsewhere | None
     ref_logprobs: Tensor | None  # [N] float32
     old_logprobs: Tensor | None  # [N] float32
+    masked_logprobs: Tensor | None  # [N] float32
     on_policy: Tensor  # [N] bool
     lag: Tensor  # [N] int64
     temperature: Tensor  # [N] float32, never 0

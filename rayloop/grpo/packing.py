@@ -157,6 +157,7 @@ def pack(
         elsewhere=_elsewhere(samples),
         ref_logprobs=_all_or_none([s.ref_logprobs for s in predicting], "reference log-probs"),
         old_logprobs=_all_or_none([s.old_logprobs for s in predicting], "old log-probs"),
+        masked_logprobs=_all_or_none([s.masked_logprobs for s in predicting], "masked log-probs"),
         token_mask=_token_mask(predicting),
     )
 

@@ -361,10 +361,15 @@ def _advantage_problems(c: RunConfig) -> Any:
             f"policy.loss.kl: {loss.kl} has not the gradient that advantage.kind: distill follows;"
             " set k2 or k3+"
         )
-    if kind == "distill" and loss.uses_entropy:
+    if kind == "distill" and loss.entropy_coef != 0:
         yield (
             "policy.loss.entropy_coef is part of the policy gradient, which advantage.kind: distill"
             " leaves out; set it to 0"
+        )
+    if kind == "distill" and loss.perception is not None:
+        yield (
+            "policy.loss.perception is part of the policy gradient, which advantage.kind: distill"
+            " leaves out; leave it out, too"
         )
 
     most = c.algorithm.target * c.policy.update.epochs / 5

@@ -204,6 +204,12 @@ def preflight(
 def _trainable(prepared: Prepared) -> None:
     config = prepared.config
     alike(prepared)
+    described = read_json(prepared.model.files.folder / "config.json")
+    if config.policy.loss.perception is not None and "vision_config" not in described:
+        raise ConfigError(
+            f"policy.loss.perception masks pictures, and {config.model.path} is a text-only model:"
+            " leave it out"
+        )
     reason = config.engine.untrainable()
     if reason:
         raise ConfigError(reason)

@@ -28,6 +28,8 @@ class One:
     rollout_logprobs: Row
     ref_logprobs: Row
     entropy: Row
+    masked_logprobs: Row
+    """NaN where no picture precedes."""
     advantages: list[float]
     group: int = 0
     rl: float = 1.0
@@ -210,6 +212,21 @@ def bound_of_top(entropy: Sequence[float], share: float) -> float:
     return sorted(entropy, reverse=True)[math.ceil(share * len(entropy)) - 1]
 
 
+# Perception (arXiv:2507.06448) -------------------------------------------------------------------
+
+
+def perception(c: Tensor, masked: Tensor, entropy: Tensor, coef: float, eta: float) -> Tensor:
+    """Of one token: minus gamma times the KL to the policy that sees masked pictures, plus eta times
+    the entropy. The KL is estimated from the sampled token as in the authors' script, at most 10; the
+    masked policy is a constant, and so is its own entropy, which is left out.
+    """
+    if math.isnan(float(masked)):
+        return eta * entropy
+    ratio = torch.exp(masked.detach() - c)
+    divergence = torch.clip(ratio - torch.log(ratio) - 1, max=10.0)
+    return eta * entropy - coef * divergence
+
+
 # Aggregation --------------------------------------------------------------------------------------
 
 
@@ -262,6 +279,7 @@ def update(
     kl_term: str | Mapping[str, Any] = "k3",
     entropy_coef: float = 0.0,
     top_entropy_quantile: float = 1.0,
+    perception_term: Mapping[str, float] | None = None,
     correction: str | Mapping[str, Any] | None = None,
     **own: Any,
 ) -> Tensor:
@@ -294,6 +312,12 @@ def update(
                 for x, loss, inside, h in zip(w, losses, chosen, one.entropy, strict=True)
             ]
         )
+        if perception_term is not None:
+            terms = [
+                perception(c, m, h, perception_term["coef"], perception_term["entropy"])
+                for c, m, h in zip(one.logprobs, one.masked_logprobs, one.entropy, strict=True)
+            ]
+            streams["rl"][-1] = [a + b for a, b in zip(streams["rl"][-1], terms, strict=True)]
         ratios = (
             [torch.exp(c - b) for c, b in zip(one.logprobs, one.rollout_logprobs, strict=True)]
             if term.get("unbiased")

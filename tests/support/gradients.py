@@ -45,6 +45,7 @@ def tokens(situation: Situation, *, one: bool) -> dict[str, Tensor]:
             trajectory_ids
         ],
         "trajectory_ids": trajectory_ids,
+        "masked_logprobs": old_logprobs + noise(),
     }
 
 
@@ -58,10 +59,12 @@ def gradient(changes: Changes, situation: Situation) -> Tensor:
     bound = entropy_bound(entropy.detach(), loss.top_entropy_quantile)
     on_policy = torch.full(data["trajectory_ids"].shape, algorithm.replay.kind == "on_policy")
     ref_logprobs = data.pop("ref_logprobs")
+    masked_logprobs = data.pop("masked_logprobs")
     out = PolicyLoss(loss)(
         logprobs,
         **data,
         ref_logprobs=ref_logprobs if loss.uses_kl else None,
+        masked_logprobs=None if loss.perception is None else masked_logprobs,
         entropy=entropy,
         on_policy=on_policy,
         chosen=entropy.detach() >= bound if loss.top_entropy_quantile < 1 else None,

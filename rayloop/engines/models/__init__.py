@@ -37,7 +37,7 @@ from rayloop.core.model_families import family, unsupported
 from rayloop.core.model_files import Resolved
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, PromptImage, TokenPrompt
-from rayloop.data.images import MOST_BYTES, decode, image_geometry
+from rayloop.data.images import MOST_BYTES, decode, image_geometry, masked
 from rayloop.engines.attention import packs_images, use_packed_vision
 from rayloop.engines.models.weights import as_saved as as_saved
 from rayloop.engines.models.weights import checkpoint_names as checkpoint_names
@@ -229,21 +229,27 @@ class Vision:
             shape = (side**2, values)
         return torch.zeros(shape), (1, side, side), (side // geometry.merge) ** 2
 
-    def pixels(self, ref: ImageRef, data: bytes | None = None) -> Tensor:
+    def pixels(self, ref: ImageRef, data: bytes | None = None, mask: int | None = None) -> Tensor:
         """Return normalised patches [t * h * w, channels * temporal_patch * patch²], float32.
 
         Of a family of tiles: [t, channels, side, side]. Without ``data`` the image is read from
-        ``ref.path``. Raises DataFailure when it is missing, corrupt, not the image of
-        ``ref.sha256``, or of another grid than ``ref.grid``; InfrastructureFailure when the file
-        system fails.
+        ``ref.path``. With ``mask``, a seed, it is masked first. Raises DataFailure when it is
+        missing, corrupt, not the image of ``ref.sha256``, or of another grid than ``ref.grid``;
+        InfrastructureFailure when the file system fails.
         """
-        return self._cache.made(ref.sha256, lambda: self._process(ref, data))
+        # A mask is used in one step only, and would push images out of the cache.
+        if mask is not None:
+            return self._process(ref, data, mask)
+        return self._cache.made(ref.sha256, lambda: self._process(ref, data, None))
 
-    def _process(self, ref: ImageRef, data: bytes | None) -> Any:
+    def _process(self, ref: ImageRef, data: bytes | None, mask: int | None) -> Any:
         name = _name(ref)
         encoded = read_image(ref, data)
         try:
-            features = self._processor(images=[decode(encoded)], return_tensors="pt")
+            image = decode(encoded)
+            if mask is not None:
+                image = masked(image, mask)
+            features = self._processor(images=[image], return_tensors="pt")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
             raise DataFailure(name, f"the image cannot be decoded: {error}") from error
         pixels = features["pixel_values"]

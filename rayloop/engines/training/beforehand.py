@@ -4,6 +4,7 @@ They are computed before the loss of any token, so that an update does not depen
 """
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayloop.core.protocols import TrainItem
+from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.scorer import Scores
-from rayloop.engines.training.sharding import everywhere, total
+from rayloop.engines.training.sharding import everywhere, on_all_ranks, total
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.losses.policy import entropy_bound
 from rayloop.grpo.losses.settings import CustomLoss, LossSettings
@@ -26,6 +28,27 @@ class ScoreFunction(Protocol):
 
     def __call__(self, samples: Sequence[TrainSample], *, entropy: bool = False) -> list[Scores]:
         """Return the scores of each sample. Collective."""
+
+
+def with_constants(
+    mini_batches: Sequence[Sequence[TrainItem]],
+    samples: list[list[TrainSample]],
+    loss: LossSettings,
+    score: ScoreFunction,
+    collator: Collator,
+    seed: int,
+) -> list[list[TrainSample]]:
+    """Return the samples with the log-probs that stay constant during a step's updates.
+
+    Collective.
+    """
+    # The only update of a step begins at the old
+    # weights, so its old log-probs are its current ones.
+    if len(mini_batches) > 1:
+        samples = with_old_logprobs(mini_batches, samples, score)
+    if loss.perception is not None:
+        samples = with_masked_logprobs(mini_batches, samples, score, collator, seed)
+    return samples
 
 
 def with_old_logprobs(
@@ -54,13 +77,50 @@ def with_old_logprobs(
     ]
 
 
+def with_masked_logprobs(
+    mini_batches: Sequence[Sequence[TrainItem]],
+    samples: Sequence[Sequence[TrainSample]],
+    score: ScoreFunction,
+    collator: Collator,
+    seed: int,
+) -> list[list[TrainSample]]:
+    """Return the samples with the log-probs that they have with masked pictures.
+
+    PAPO, arXiv:2507.06448. They are those before the first update, NaN where no picture precedes.
+    Collective.
+    """
+    # With several epochs a trajectory comes again, as the same object.
+    with_pictures: dict[int, TrainItem] = {}
+    for item in itertools.chain(*mini_batches):
+        if item.trajectory.images:
+            with_pictures[id(item.trajectory)] = item
+
+    def masked_samples() -> list[TrainSample]:
+        return [collator.sample(item, mask_seed=seed) for item in with_pictures.values()]
+
+    scores = dict(zip(with_pictures, score(on_all_ranks(masked_samples)), strict=True))
+
+    def with_masked(item: TrainItem, sample: TrainSample) -> TrainSample:
+        logprobs = torch.full_like(sample.rollout_logprobs, torch.nan)
+        if id(item.trajectory) in scores:
+            sees = collator.follows_picture(sample)
+            logprobs = torch.where(sees, scores[id(item.trajectory)].logprobs, logprobs)
+        return dataclasses.replace(sample, masked_logprobs=logprobs)
+
+    return [
+        list(map(with_masked, items, share))
+        for items, share in zip(mini_batches, samples, strict=True)
+    ]
+
+
 def contributing(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSample]:
     """Return the samples that need a forward pass.
 
-    Without a KL and an entropy term, trajectories with advantage 0 have no gradient: all shipped
-    losses are proportional to it.
+    Without a KL, an entropy and a perception term, trajectories with advantage 0 have no gradient:
+    all shipped losses are proportional to it.
     """
-    needs_all = loss.uses_kl or loss.uses_entropy or isinstance(loss, CustomLoss)
+    has_more_terms = loss.uses_kl or loss.uses_entropy or loss.perception is not None
+    needs_all = has_more_terms or isinstance(loss, CustomLoss)
     return [sample for sample in samples if needs_all or sample.teaches]
 
 

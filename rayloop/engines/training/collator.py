@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import FlatTrajectory, ImageRef, Sampling, Trajectory
+from rayloop.core.types import FlatTrajectory, ImageRef, Sampling, Trajectory, derive
 from rayloop.engines.attention import shares_prefixes
 from rayloop.engines.machine import cores
 from rayloop.engines.models import Vision, load_vision, positions, tensor_cache
@@ -48,7 +48,7 @@ class Collator:
         # Packing has a separate thread, because it waits for the threads that decode.
         self._packer = ThreadPoolExecutor(1, "packing")
         # The samples own the pixels: their memory goes back when a step's samples end.
-        self._promised: WeakValueDictionary[tuple[str, bool], Future[Tensor]] = (
+        self._promised: WeakValueDictionary[tuple[str, bool, int | None], Future[Tensor]] = (
             WeakValueDictionary()
         )
         self._positions = tensor_cache(POSITION_CACHE_BYTES)
@@ -59,17 +59,30 @@ class Collator:
         for pool in (self._packer, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def sample(self, item: TrainItem, *, swap_images: bool = False) -> TrainSample:
+    def sample(
+        self, item: TrainItem, *, swap_images: bool = False, mask_seed: int | None = None
+    ) -> TrainSample:
         """Return one trajectory as tensors.
 
-        With ``swap_images`` its images are replaced by visibly different ones. Raises ValueError
-        (see make_sample). ``batch`` raises for an image that is missing, corrupt or of another
-        grid.
+        With ``swap_images`` its images are replaced by visibly different ones. With ``mask_seed``
+        they are masked (``rayloop.data.images.masked``), an image of a group in one way. Raises
+        ValueError (see make_sample). ``batch`` raises for an image that is missing, corrupt or of
+        another grid.
         """
         trajectory = item.trajectory
         flat = trajectory.flatten()
-        pixels = [self._pixels(image, trajectory, swap_images) for image in trajectory.images]
+        pixels: list[Future[Tensor]] = []
+        for image in trajectory.images:
+            mask = None
+            if mask_seed is not None:
+                mask = derive(mask_seed, "mask", trajectory.id.group, image.sha256)
+            pixels.append(self._pixels(image, trajectory, swap_images, mask))
         return make_sample(item, flat, self._position_ids(trajectory, flat), pixels)
+
+    def follows_picture(self, sample: TrainSample) -> Tensor:
+        """Return whether each sampled token comes after an image token: bool [N]."""
+        image_tokens = (sample.token_ids == self._image_token).cumsum(0)
+        return image_tokens[sample.predict] > 0
 
     def plan(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
         """Return the samples by micro-batch: packed up to ``micro_batch_tokens``.
@@ -128,7 +141,9 @@ class Collator:
             image_token=self._image_token,
         )
 
-    def _pixels(self, image: ImageRef, trajectory: Trajectory, swap: bool) -> Future[Tensor]:
+    def _pixels(
+        self, image: ImageRef, trajectory: Trajectory, swap: bool, mask: int | None
+    ) -> Future[Tensor]:
         """Return the future of an image's pixels, the same for all live samples with the image.
 
         A batch then encodes the image once. A failed future is replaced: this trajectory may have
@@ -138,12 +153,12 @@ class Collator:
             raise ValueError(
                 f"trajectory {trajectory.id} has an image, but the model has no vision tower"
             )
-        key = (image.sha256, swap)
+        key = (image.sha256, swap, mask)
         promise = self._promised.get(key)
         failed = promise is not None and promise.done() and promise.exception() is not None
         if promise is None or failed:
             data = trajectory.image_bytes.get(image.sha256)
-            promise = self._pool.submit(_decoded, self._vision, image, data, swap)
+            promise = self._pool.submit(_decoded, self._vision, image, data, swap, mask)
             self._promised[key] = promise
         return promise
 
@@ -206,7 +221,9 @@ def _next_position(rows: Tensor) -> int:
     return int(rows.max()) + 1 if rows.numel() else 0
 
 
-def _decoded(vision: Vision, image: ImageRef, data: bytes | None, swap: bool) -> Tensor:
-    pixels = vision.pixels(image, data)
+def _decoded(
+    vision: Vision, image: ImageRef, data: bytes | None, swap: bool, mask: int | None
+) -> Tensor:
+    pixels = vision.pixels(image, data, mask)
     # A swapped image is upside down and inverted: the latter also changes a uniform grey.
     return 1 - pixels.flip(0) if swap else pixels

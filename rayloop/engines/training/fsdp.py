@@ -209,11 +209,9 @@ class FsdpEngine:
             return [self._make_samples(items) for items in mini_batches]
 
         samples = on_all_ranks(make_samples)
-
-        # The only update of a step begins at the old
-        # weights, so its old log-probs are its current ones.
-        if len(mini_batches) > 1:
-            samples = beforehand.with_old_logprobs(mini_batches, samples, self._score)
+        samples = beforehand.with_constants(
+            mini_batches, samples, self._loss_settings, self._score, self._collator, self._seed
+        )
         self._gaps.clear()
         updates = [self._update(share) for share in samples]
         self.gaps = turn_gaps(mini_batches, samples, self._gaps)
@@ -329,6 +327,7 @@ class FsdpEngine:
             on_policy=batch.on_policy,
             lag=batch.lag,
             chosen=batch.chosen,
+            masked_logprobs=batch.masked_logprobs,
             elsewhere=batch.elsewhere,
         )
 

@@ -15,6 +15,7 @@ SHARES = ("clip_low", "clip_high", "clip_dual", "capped")
 SUMS = (
     *("tokens", *SHARES, "weight", "weight_squared", "mismatch", "mismatch_k3"),
     *("kl_tokens", "kl", "entropy_tokens", "entropy"),
+    *("perception_kl_tokens", "perception_kl"),
     *(f"lag_tokens_{i}" for i in range(LAG_BUCKETS)),
     *(f"lag_k3_{i}" for i in range(LAG_BUCKETS)),
     *(f"lag_mismatch_{i}" for i in range(LAG_BUCKETS)),
@@ -51,6 +52,7 @@ class LossMetrics:
         mismatch_k3: Tensor,
         kl: Tensor | None = None,
         entropy: Tensor | None = None,
+        perception_kl: Tensor | None = None,
         lag: Tensor | None = None,
     ) -> Self:
         """Returns the metrics of per-token values [N].
@@ -67,7 +69,7 @@ class LossMetrics:
         for clip in (clips.low, clips.high, clips.dual):
             sums.append(zero if clip is None else _sum(clip))
         sums += map(_sum, (capped, weight, weight.square(), distance, mismatch_k3))
-        for values in (kl, entropy):
+        for values in (kl, entropy, perception_kl):
             # The tensor has one length on all ranks, also where one of them lacks such a term.
             sums += [zero, zero] if values is None else [tokens, _sum(values)]
         if lag is None:
@@ -90,7 +92,8 @@ class LossMetrics:
         ``effective_sample_size``: (sum w)^2 / (n * sum w^2) in (0, 1] with w = exp(old - rollout
         log-prob), uncapped; ``logprob_mismatch_mean``, ``logprob_mismatch_max``: |old - rollout
         log-prob| in nats; ``logprob_mismatch_k3``; mean and k3 also by version lag,
-        ``.../lag_<i>``; ``kl`` (k3 to the reference) and ``entropy``, in nats, when computed.
+        ``.../lag_<i>``; ``kl`` (k3 to the reference), ``entropy`` and ``perception_kl`` (to the
+        policy with masked pictures), in nats, when computed.
         """
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
@@ -111,7 +114,7 @@ class LossMetrics:
             if tokens:
                 values[f"logprob_mismatch_k3/lag_{i}"] = sums[f"lag_k3_{i}"] / tokens
                 values[f"logprob_mismatch_mean/lag_{i}"] = sums[f"lag_mismatch_{i}"] / tokens
-        for name in ("kl", "entropy"):
+        for name in ("kl", "entropy", "perception_kl"):
             tokens = sums[f"{name}_tokens"]
             if tokens:
                 values[name] = sums[name] / tokens

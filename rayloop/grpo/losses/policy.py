@@ -64,9 +64,9 @@ class Denominator:
 class PolicyLoss:
     """Computes the losses of each token.
 
-    rl: ``w * surrogate - entropy_coef * entropy``; ref_kl: ``w * kl_coef * kl``; ce: ``-logprobs``.
-    ``w``: importance weight (``correction.py``). Raises ConfigError, pydantic.ValidationError for a
-    loss that cannot be built.
+    rl: ``w * surrogate - entropy_coef * entropy``, and the terms of ``perception``; ref_kl:
+    ``w * kl_coef * kl``; ce: ``-logprobs``. ``w``: importance weight (``correction.py``). Raises
+    ConfigError, pydantic.ValidationError for a loss that cannot be built.
     """
 
     def __init__(self, settings: LossSettings) -> None:
@@ -87,6 +87,7 @@ class PolicyLoss:
         on_policy: Tensor | None = None,
         lag: Tensor | None = None,
         chosen: Tensor | None = None,
+        masked_logprobs: Tensor | None = None,
         elsewhere: TokensElsewhere | None = None,
     ) -> PerToken:
         """Returns the losses of the sampled tokens; all arguments but ``elsewhere`` are [N].
@@ -96,11 +97,12 @@ class PolicyLoss:
         and ``entropy`` carry the gradient; every other log-prob is a constant. ``on_policy`` (bool)
         marks replayed tokens treated as on-policy: their ``rollout_logprobs`` are ``old_logprobs``
         and their weight 1. ``lag`` (int64) is each token's version lag in steps, for the metrics
-        only. ``chosen`` (0 or 1): the tokens of ``top_entropy_quantile``. ``elsewhere``: the other
+        only. ``chosen`` (0 or 1): the tokens of ``top_entropy_quantile``. ``masked_logprobs``: the
+        log-probs with masked pictures, NaN before the first picture. ``elsewhere``: the other
         tokens of trajectories that are here in part. Raises ValueError when a setting lacks its
         input, and the errors of a custom loss.
         """
-        self._check_inputs(ref_logprobs, entropy, chosen)
+        self._check_inputs(ref_logprobs, entropy, chosen, masked_logprobs)
         # They say how tokens were sampled: a gradient through them would change the estimate.
         old_logprobs = old_logprobs.detach()
         rollout_logprobs = rollout_logprobs.detach()
@@ -126,7 +128,11 @@ class PolicyLoss:
         if self.coefficients.entropy > 0 and entropy is not None:
             # A trajectory that is left out counts in no term, the bonus included.
             rl = rl - self.coefficients.entropy * entropy * ~weights.left_out
-        metrics = _metrics(inputs, old_logprobs, weights, surrogate, lag)
+        perception_kl = None
+        if masked_logprobs is not None:
+            perception_kl = _perception_kl(logprobs, masked_logprobs)
+            rl = rl + self._perception(perception_kl, entropy) * ~weights.left_out
+        metrics = _metrics(inputs, old_logprobs, weights, surrogate, lag, perception_kl)
         return PerToken(rl, self._kl(inputs, weights), -logprobs, metrics)
 
     def _with_kl_reward(
@@ -170,17 +176,31 @@ class PolicyLoss:
         return LossInputs(**{**tokens, "old_logprobs": tokens["rollout_logprobs"]})
 
     def _check_inputs(
-        self, ref_logprobs: Tensor | None, entropy: Tensor | None, chosen: Tensor | None
+        self,
+        ref_logprobs: Tensor | None,
+        entropy: Tensor | None,
+        chosen: Tensor | None,
+        masked_logprobs: Tensor | None,
     ) -> None:
         settings = self._settings
         if settings.uses_kl and ref_logprobs is None:
             raise ValueError("kl_coef is positive, but the batch carries no reference log-probs")
         if settings.uses_entropy and entropy is None:
-            raise ValueError("entropy_coef is set, but no entropy was computed")
+            raise ValueError("the loss has an entropy term, but no entropy was computed")
+        if settings.perception is not None and masked_logprobs is None:
+            raise ValueError("perception is set, but the batch carries no masked log-probs")
         if settings.top_entropy_quantile < 1 and chosen is None:
             raise ValueError(
                 "top_entropy_quantile is below 1, but no tokens were chosen by their entropy"
             )
+
+    def _perception(self, kl: Tensor, entropy: Tensor | None) -> Tensor | float:
+        """The terms of PAPO [N]: minus the KL to masked pictures, plus the entropy."""
+        term = self._settings.perception
+        if term is None:
+            return 0.0
+        loss = -term.coef * kl
+        return loss if entropy is None or not term.entropy else loss + term.entropy * entropy
 
     def _kl(self, inputs: LossInputs, weights: correction.Weights) -> Tensor | None:
         term = self._settings.kl_term
@@ -194,12 +214,24 @@ class PolicyLoss:
         return importance(inputs.logprobs, inputs.rollout_logprobs) * kl * ~weights.masked
 
 
+def _perception_kl(logprobs: Tensor, masked_logprobs: Tensor) -> Tensor:
+    """The estimate [N] of KL(policy || policy with masked pictures), as the authors have it.
+
+    Its formula is that of ``low_var_kl`` (github.com/MikeWangWZHL/PAPO, fb63bf4); the log-probs
+    with masked pictures are constants.
+    """
+    # Where no picture precedes, the policy is its own reference: value and gradient are 0.
+    masked_logprobs = torch.where(masked_logprobs.isnan(), logprobs.detach(), masked_logprobs)
+    return estimate(logprobs, masked_logprobs, "low_var_kl")
+
+
 def _metrics(
     inputs: LossInputs,
     old_logprobs: Tensor,
     weights: correction.Weights,
     surrogate: LossOutputs,
     lag: Tensor | None,
+    perception_kl: Tensor | None,
 ) -> LossMetrics:
     """The metrics of a micro-batch's tokens only: tokens from elsewhere would count twice."""
     kl = None
@@ -213,6 +245,7 @@ def _metrics(
         mismatch_k3=k3(inputs.rollout_logprobs, old_logprobs),
         kl=kl,
         entropy=inputs.entropy,
+        perception_kl=perception_kl,
         lag=lag,
     )
 

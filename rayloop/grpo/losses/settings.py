@@ -86,6 +86,25 @@ class AdaptiveEntropy(SettingsModel):
     """
 
 
+class Perception(SettingsModel):
+    """``perception: {coef, entropy}`` (PAPO, arXiv:2507.06448).
+
+    The policy is driven away from what it says when patches of its pictures are black.
+    """
+
+    coef: PositiveFloat = 0.01
+    """Coefficient (gamma) of the KL between the policies with whole and with masked pictures.
+
+    Why a key: the authors have 0.01, and 0.02 beside a KL term to the reference.
+    """
+    entropy: NonNegativeFloat = 0.03
+    """Coefficient (eta) of the entropy, which the loss lowers.
+
+    The KL can also be raised by answers that say nothing. Why a key: the authors have 0.03, 0.05
+    for 7B and 0 beside a KL term of 3B.
+    """
+
+
 class Correction(SettingsModel):
     """``correction: {level, action, low, high, veto, off_policy, bypass}``.
 
@@ -195,6 +214,12 @@ class LossSettings(SettingsModel):
     Below 1 each update begins with one more forward pass, which finds the entropy from which tokens
     count. Why a key: arXiv:2506.01939 trains on the fifth of the tokens with the most entropy: 0.2.
     """
+    perception: Perception | None = None
+    """The masked pictures of PAPO, as ``{}`` with the authors' numbers.
+
+    The log-probs with masked pictures cost one more forward pass a step. Why a key: for tasks in
+    which a policy learns to answer without looking.
+    """
     correction: Literal["decoupled", "bypass", "none"] | Correction = "decoupled"
     """How the gap between the sampling engine and the trainer is corrected (section 2).
 
@@ -212,7 +237,8 @@ class LossSettings(SettingsModel):
     @property
     def uses_entropy(self) -> bool:
         """Whether the entropy has a gradient."""
-        return self.entropy_coef != 0
+        lowers_it = self.perception is not None and self.perception.entropy > 0
+        return self.entropy_coef != 0 or lowers_it
 
     @property
     def looks_at_trajectories(self) -> bool:

@@ -4,6 +4,7 @@ differences.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,6 +33,7 @@ from rayloop.grpo.losses.settings import (
     KlTerm,
     LossChoice,
     LossSettings,
+    Perception,
 )
 from rayloop.grpo.settings import AdvantageChoice
 from tests.oracles import advantages as advantage_oracle
@@ -108,6 +110,10 @@ LOSSES: dict[str, Callable[[int], Settings]] = {
     "entropy_coef": lambda seed: {"entropy_coef": 0.02},
     "entropy_coef: adaptive": lambda seed: {"entropy_coef": {"target": 1.5}},
     "top_entropy_quantile": lambda seed: {"top_entropy_quantile": 0.4},
+    "perception": lambda seed: {
+        "perception": {"coef": 0.02, "entropy": (0.03, 0.0)[seed % 2]},
+        "aggregation": AGGREGATIONS[seed % 5],
+    },
     "streams: rl, ref_kl, ce": lambda seed: {"aggregation": AGGREGATIONS[seed % 5], **KL},
 }
 
@@ -123,6 +129,7 @@ def offered() -> set[str]:
         "off_policy",
         "bypass",
     }
+    assert set(Perception.model_fields) == {"coef", "entropy"}
     assert set(KlTerm.model_fields) == {"estimator", "where", "unbiased"}
     levels, actions = (
         TypeAdapter(Correction).json_schema()["properties"][name]["enum"]
@@ -172,7 +179,7 @@ def random_update(seed: int, dtype: torch.dtype, *, streams: bool) -> Values:
     """
     generator = torch.Generator().manual_seed(seed)
     trajectory_ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    noise = torch.randn(5, len(trajectory_ids), generator=generator, dtype=torch.float64)
+    noise = torch.randn(6, len(trajectory_ids), generator=generator, dtype=torch.float64)
     old_logprobs = -3 * torch.rand(len(trajectory_ids), generator=generator, dtype=torch.float64)
     advantage = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
     advantage[::4] = 0
@@ -186,6 +193,9 @@ def random_update(seed: int, dtype: torch.dtype, *, streams: bool) -> Values:
         "ref_logprobs": old_logprobs + 1.2 * noise[2],
         "entropy": (2 * noise[3].abs()).round(decimals=1) + 0.1,
         "advantage": per_turn,
+        "masked_logprobs": (old_logprobs + 1.5 * noise[5]).masked_fill(
+            trajectory_ids == 3, math.nan
+        ),
     }
     weights = WEIGHTS if streams else (Streams(),) * len(LENGTHS)
     values |= {
@@ -238,8 +248,11 @@ def ours(
         _policy_loss=loss,
         _loss_settings=settings,
     )
+    values = dict(values)
+    if settings.perception is None:
+        values.pop("masked_logprobs")
     batch: Any = SimpleNamespace(
-        **{"chosen": None, "elsewhere": None}
+        **{"chosen": None, "elsewhere": None, "masked_logprobs": None}
         | {name: of for name, of in values.items() if name not in ("logprobs", "entropy")},
         entropies=entropy,
         on_policy=torch.zeros(len(logprobs), dtype=torch.bool),
@@ -269,14 +282,14 @@ def theirs(values: Values, given: Settings) -> tuple[float, Tensor]:
                 rollout_logprobs,
                 ref_logprobs,
                 [entropy[i] for i in here],
+                [values["masked_logprobs"][i].double() for i in here],
                 [float(values["advantage"][i]) for i in here],
                 group,
                 *(float(values[n][here[0]]) for n in STREAMS),
             )
         )
-    total = oracle.update(
-        rows, **{"kl_term" if key == "kl" else key: value for key, value in given.items()}
-    )
+    names = {"kl": "kl_term", "perception": "perception_term"}
+    total = oracle.update(rows, **{names.get(key, key): value for key, value in given.items()})
     gradients = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
     return total.item(), torch.stack(
         [torch.zeros_like(logprobs) if g is None else g for g in gradients]

@@ -70,6 +70,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "policy.loss.entropy_coef is part of the policy gradient, .* set it to 0",
     ),
     (
+        DISTILL | K2 | {"policy.loss.perception": {}},
+        "policy.loss.perception is part of the policy gradient, .* leave it out",
+    ),
+    (
         {
             "policy.loss": {"kl_coef": 0.1, "kl": {"in": "reward"}},
             "environment.history": {"last_images": 4},

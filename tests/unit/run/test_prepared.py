@@ -123,3 +123,16 @@ def test_a_store_has_room_for_the_weights_that_engines_get(
     assert prepare(hosted).store == store("float32", 0), "no model is needed here"
     with pytest.raises(ConfigError):
         _ = prepare(own).store
+
+
+def test_masked_pictures_of_a_text_only_model_are_refused(tmp_path: Path) -> None:
+    loss = {"policy": {"loss": {"perception": {}}}}
+    preflight(prepare(run_of(tmp_path, **loss)))
+    config = tmp_path / "model/config.json"
+    described = json.loads(config.read_text(encoding="utf-8"))
+    text_only = {**described["text_config"], "model_type": "qwen2"}
+    config.write_text(json.dumps(text_only), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"policy.loss.perception masks pictures, .* leave it out"
+    ):
+        preflight(prepare(run_of(tmp_path, **loss)))
