@@ -86,7 +86,8 @@ class RankSettings:
     """The settings of all ranks.
 
     ``folder``: for weight updates; ``adapter_reference``: the adapter disabled is the reference;
-    ``adapters_alone``: the engines keep the model of ``model.path`` and get its adapters.
+    ``adapters_alone``: the engines keep the model of ``model.path`` and get its adapters;
+    ``sight``: ``alarms.sight``.
     """
 
     model: ModelSettings
@@ -98,6 +99,7 @@ class RankSettings:
     seed: int
     adapter_reference: bool = False
     adapters_alone: bool = False
+    sight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -265,11 +267,13 @@ class PolicyRank(Actor):
             if assignment.payload in lost or assignment.ref_logprobs in lost
         ]
 
-    def train(self) -> tuple[dict[str, float], Mapping[TrajectoryId, Any]]:
+    def train(
+        self,
+    ) -> tuple[dict[str, float], Mapping[TrajectoryId, Any], Mapping[TrajectoryId, Any]]:
         """Run the optimizer updates of the step whose share was fetched last.
 
-        Returns metrics reduced over all ranks, and ``rayloop.grpo.batch.TurnGaps`` of this rank's
-        trajectories.
+        Returns metrics reduced over all ranks, and of this rank's trajectories
+        ``rayloop.grpo.batch.TurnGaps`` and ``rayloop.grpo.sight.TurnChanges``.
         """
         # The arrays are views into Ray's object store:
         # kept, they would fill it until the next fetch.
@@ -296,8 +300,9 @@ class PolicyRank(Actor):
             )
 
         items_by_update = [list(map(item, update)) for update in updates]
-        report = self.engine.train(items_by_update)
-        return {**report, "timing_s/fetch": share.seconds}, self.engine.gaps
+        report = self.engine.train(items_by_update, self.settings.sight)
+        report["timing_s/fetch"] = share.seconds
+        return report, self.engine.gaps, self.engine.sight
 
     def _adapter_reference(self, share: _Share) -> dict[Any, Any]:
         """The log-probs of the share's trajectories with the adapter disabled, by payload."""

@@ -117,11 +117,11 @@ class SimulatedPolicy:
 
     async def all(
         self, method: Callable[..., Any]
-    ) -> list[tuple[dict[str, float], dict[TrajectoryId, Any]]]:
+    ) -> list[tuple[dict[str, float], dict[TrajectoryId, Any], dict[TrajectoryId, Any]]]:
         """The driver calls ``train`` alone in this way."""
         assert method is PolicyRank.train
         await asyncio.sleep(self._seconds)
-        return [({}, {})]
+        return [({}, {}, {})]
 
     async def check_shared(self, folder: Path) -> None: ...
 

@@ -39,6 +39,7 @@ from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import build_advantage, over_step, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
+from rayloop.grpo.sight import of_screens, sight_metrics
 from rayloop.rollout.finished import without
 from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
@@ -346,11 +347,14 @@ class Driver:
         self.origin.check()
         self.reporter.trained(self.step + 1, fetched_groups)
         gaps: dict[TrajectoryId, Any] = {}
-        for _, gaps_of_rank in results:
+        sight: dict[TrajectoryId, Any] = {}
+        for _, gaps_of_rank, sight_of_rank in results:
             gaps |= gaps_of_rank
+            sight |= sight_of_rank
         self.reporter.gaps = gaps
+        self.reporter.sight = sight
         # The metrics are reduced over all ranks, so every rank returns the same.
-        return results[0][0]
+        return results[0][0] | sight_metrics(sight)
 
     @timed("testing")
     async def evaluate(self, ending: bool = False) -> None:
@@ -365,6 +369,7 @@ class Driver:
         """Record the metrics of the step, and a sample of its groups with texts and images."""
         self.ledger.check()
         self.rollouts.alarms.step(report)
+        self.rollouts.alarms.looked(of_screens(self.reporter.sight))
         if self.rollouts.alarms.unseen:
             await self.observe()
 

@@ -322,6 +322,7 @@ class TrainingServices(Services):
             config.seed,
             adapter_reference=config.reference_kind == "adapter_off",
             adapters_alone=self.rollout_engine.adapters is not None,
+            sight=config.alarms.sight,
         )
 
         placement = config.policy.placement

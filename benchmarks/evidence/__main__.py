@@ -8,9 +8,9 @@
 Every run is put into NAME.json beside this file with the hash of its configuration, and ``--note``,
 the other load of the machine; one that is there with the same hash, and its folder below
 runs/evidence, is taken as it is. All intervals are 95 % bootstrap intervals over tasks.
-``staleness`` simulates a run on a virtual clock, ``filtering`` compares filters, ``peer`` trains
-with TRL. ``alarms`` prints of each run and collapse alarm the worst mean of five steps, and the
-limit that warns by default.
+``staleness`` simulates a run on a virtual clock, ``filtering`` compares filters, ``sight`` blinds a
+policy, ``peer`` trains with TRL. ``alarms`` prints of each run and collapse alarm the worst mean of
+five steps, and the limit that warns by default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence import filtering, menu, peer, staleness
+from benchmarks.evidence import filtering, menu, peer, sight, staleness
 from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED, Experiment
 from benchmarks.evidence.runs import (
     Record,
@@ -42,6 +42,7 @@ SIMULATIONS: dict[str, Callable[[], None]] = {
     "staleness": staleness.main,
     "filtering": filtering.main,
     "menu": menu.main,
+    "sight": sight.main,
 }
 
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from rayloop.core import incidents
 from rayloop.core.events import Emit
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import TrajectoryId
 from rayloop.grpo.collapse import LENGTH, Alarm, Collapse, CollapseSettings, Limit
+from rayloop.grpo.sight import Sight
 
 DRIFT = "actor/logprob_mismatch_mean/lag_0"
 """Mean |trainer's log-prob - engine's| of samples of the present weights.
@@ -73,6 +76,14 @@ class AlarmSettings(CollapseSettings):
     every ten steps with ``policy.engine.lora.dropout``, four tasks are played for it. Without
     ``warn``: 1e-3 in float32, 0.1 in bfloat16.
     """
+    sight: float = Field(0.01, ge=0, le=1)
+    """Tokens that the trainer scores again, with their picture and with another, as a share of all.
+
+    Of single turns these are half as many turns, 0.5 %; of longer episodes, which are scored up to
+    the turn, fewer. Every fifth step has the turns of five. The other picture is another task's of
+    the same rank. An alarm says when it has made a difference, and makes none any more. Why a key:
+    steps of a few dozen trajectories need a larger share to notice it soon; 0 turns it off.
+    """
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,7 @@ class Alarms:
         self._steps_without_samples = 0
         self._active: set[str] = set()
         self.collapse = Collapse(settings, compares_states=compares_states)
+        self.sight = Sight()
         self._kinds: set[UnscoredKind] = set()
         # Tracebacks of the first trajectory on which the reward raised,
         # and of the first for which it returned no number.
@@ -164,12 +176,15 @@ class Alarms:
         """Returns plain values for the checkpoint. Averages and active alarms are not in it."""
         return {
             "graded": self.graded,
+            "sight": list(self.sight.values),
             "first": {name: list(values) for name, values in self.collapse.first.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Add the values of ``state`` to the values of this process."""
         self.graded |= state["graded"]
+        # Older checkpoints have no scored turns.
+        self.sight.values.extendleft(reversed(state.get("sight", ())))
         # Older checkpoints only have the lengths, under another name.
         older = {LENGTH: state.get("first_lengths", ())}
         first = state.get("first", older)
@@ -207,6 +222,10 @@ class Alarms:
         self._steps_without_samples += 1
         if DRIFT in metrics and not self._dropout:
             self.compared(metrics[DRIFT])
+
+    def looked(self, changes: Iterable[float]) -> None:
+        """Take ``rayloop.grpo.sight.of_screens`` of a step."""
+        self._raise_or_emit("sight", self.sight.step(changes))
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
         """Check the recorded metrics of a step for a collapse. Raises AlarmStopped."""

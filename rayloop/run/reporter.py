@@ -17,6 +17,7 @@ from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, Member
 from rayloop.core.types import TrajectoryId
+from rayloop.grpo.sight import TurnChanges
 from rayloop.grpo.staleness import LengthRatio
 from rayloop.loggers.settings import AnySettings, PrometheusSettings
 from rayloop.loggers.threads import Logger, Loggers
@@ -79,6 +80,8 @@ class Reporter:
         """
         self.gaps: Mapping[TrajectoryId, Any] = {}
         """``RolloutRecord.gaps`` of the trajectories that the last step trained."""
+        self.sight: Mapping[TrajectoryId, TurnChanges] = {}
+        """``RolloutRecord.sight`` of the trajectories of which it scored a turn again."""
 
         self._lengths = LengthRatio()
         self._step = 0
@@ -307,12 +310,14 @@ class Reporter:
         self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]
     ) -> None:
         """Write the sampled rollouts of a step."""
-        with_gaps: list[RolloutRecord] = []
+        complete: list[RolloutRecord] = []
         for record in records:
-            gaps = self.gaps.get(TrajectoryId(record.group, record.sample), ())
-            with_gaps.append(replace(record, gaps=gaps))
-        self._write("rollouts", lambda: self.folder.rollouts.write(step, with_gaps, images))
-        self.loggers.rollouts(step, with_gaps)
+            trajectory_id = TrajectoryId(record.group, record.sample)
+            gaps = self.gaps.get(trajectory_id, ())
+            sight = self.sight.get(trajectory_id, ())
+            complete.append(replace(record, gaps=gaps, sight=sight))
+        self._write("rollouts", lambda: self.folder.rollouts.write(step, complete, images))
+        self.loggers.rollouts(step, complete)
 
     def quoted_before(self, begins: str) -> str:
         """The text of the newest failure on record from the words ``begins`` on.

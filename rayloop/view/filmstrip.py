@@ -145,6 +145,7 @@ class Filmstrips:
         images = self._add(member["images"], folder)
         states = iter(member.get("states", ()))
         gaps = iter(member.get("gaps", ()))
+        sight = iter(member.get("sight", ()))
         advantages = iter(member.get("advantages", ()))
         cells: list[Record] = []
         texts: list[str] = []
@@ -159,6 +160,7 @@ class Filmstrips:
             acted_on, marks = self._marks(text, images)
             cell = _cell(texts, new_images, next(states, ""), turn, acted_on, marks)
             cell["gap"] = next(gaps, None)
+            cell["sight"] = next(sight, None)
             cell["advantage"] = next(advantages, None)
             cells.append(cell)
             texts = []

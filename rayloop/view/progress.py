@@ -106,6 +106,7 @@ def _time(metrics: Mapping[str, float]) -> str:
 
 
 DROPPED_FIRST = (
+    "sight",
     "weight_sync",
     "train",
     "gen",
@@ -144,6 +145,7 @@ def columns(sampled: str, held_out: str) -> tuple[Column, ...]:
         Column("excluded", "excluded", _share("excluded", none=ABSENT)),
         Column("entropy", "entropy", _value("actor/entropy", ".3f")),
         Column("KL", "KL", _value("actor/kl", ".2g")),
+        Column("sight", "sight", _value("actor/sight", ".2g")),
         Column("grad\nnorm", "grad", _value("actor/grad_norm", ".2g")),
         Column("tokens\n/s", "tokens", _value("perf/tokens_per_second", ".0f")),
         Column("step\ns", "step_s", _value("timing_s/step", ".1f")),

@@ -21,9 +21,9 @@ from rayloop.run.config import RunConfig
 from tests.support.runs import ROOT
 from tools.pages.config import leaf_keys
 
-KEYS = 199
+KEYS = 200
 """Paths that a user can set to a value; a class that is used at two places has its keys twice."""
-TOKENS = 476_000
+TOKENS = 478_000
 """Names, operators, numbers and strings of the product: a budget that nobody meets by writing
 denser lines.
 """

@@ -43,6 +43,7 @@ from rayloop.engines.training.optimizer import Optimizer
 from rayloop.engines.training.perturbation import perturb
 from rayloop.engines.training.scorer import Scorer, Scores, score
 from rayloop.engines.training.sharding import from_first, join, local, on_all_ranks, shard
+from rayloop.engines.training.sight import SightCheck
 from rayloop.engines.training.state import UNKNOWN
 from rayloop.engines.training.updates import (
     Update,
@@ -57,6 +58,7 @@ from rayloop.grpo.batch import Batch, TrainSample, TurnGaps, by_segment, segment
 from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.policy import Denominator, PolicyLoss
 from rayloop.grpo.losses.settings import LossSettings
+from rayloop.grpo.sight import TurnChanges
 from rayloop.transports.manifest import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -123,6 +125,10 @@ class FsdpEngine:
             trainable, self._optimizer, coefficients, rank, self._device
         )
 
+        self._sight = SightCheck(self._collator, self._score, seed, self._device)
+        self.sight: Mapping[TrajectoryId, TurnChanges] = {}
+        """Of some turns of the last ``train``, under the weights before its first update."""
+
         # Each rank has a different seed: with the same seed, dropout would leave out the same
         # places on each.
         torch.manual_seed(derive(seed, "trainer", rank))
@@ -186,13 +192,15 @@ class FsdpEngine:
         self._collator.close()
         dist.destroy_process_group()
 
-    def train(self, mini_batches: Sequence[Sequence[TrainItem]]) -> dict[str, float]:
+    def train(
+        self, mini_batches: Sequence[Sequence[TrainItem]], sight: float = 0.0
+    ) -> dict[str, float]:
         """Run one optimizer update per mini-batch, in order, and return the step's metrics.
 
         Each mini-batch holds this rank's share, which may be empty, and which the ranks of a
-        sequence group have in common. Raises ValueError when the ranks pass different numbers of
-        mini-batches, DataFailure for an unusable image on any rank, Diverged after too many skipped
-        updates in a row.
+        sequence group have in common. ``sight``: share of its tokens that are scored again. Raises
+        ValueError when the ranks pass different numbers of mini-batches, DataFailure for an
+        unusable image on any rank, Diverged after too many skipped updates in a row.
         """
         start_time = time.perf_counter()
         check_counts(len(mini_batches), self._device)
@@ -212,6 +220,8 @@ class FsdpEngine:
         samples = beforehand.with_constants(
             mini_batches, samples, self._loss_settings, self._score, self._collator, self._seed
         )
+        step = self._optimizer.updates // max(1, len(mini_batches))
+        self.sight = self._sight.changes(mini_batches, samples, sight, step)
         self._gaps.clear()
         updates = [self._update(share) for share in samples]
         self.gaps = turn_gaps(mini_batches, samples, self._gaps)

@@ -47,8 +47,8 @@ class RolloutRecord:
     ``length``: all tokens. ``reason``: ``Scored.reason``. ``states``: ``Trajectory.states``.
     ``advantages``: of each sampled turn, where they are not all ``advantage``; both are the
     trainer's. ``gaps``: for each sampled turn of a trained trajectory mean and largest |difference|
-    of the engine's and the trainer's log-probs, None where the trainer computed none. ``said``: the
-    messages of the prompt.
+    of the engine's and the trainer's log-probs, None where the trainer computed none. ``sight``:
+    ``rayloop.grpo.sight.TurnChanges``. ``said``: the messages of the prompt.
     """
 
     group: int
@@ -75,6 +75,7 @@ class RolloutRecord:
     states: tuple[str, ...] = ()
     advantages: tuple[float, ...] = ()
     gaps: tuple[tuple[float, float] | None, ...] = ()
+    sight: tuple[float | None, ...] = ()
     said: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
 
 

@@ -273,8 +273,10 @@ OF_THE_PROCESS = {
         "_raised",
         "_raised_held_out",
         "collapse",
+        "sight",
     },
     "Collapse": {"_settings", "_last", "_watched"},
+    "Sight": set(),
     "FailureHistory": {"_settings", "successes", "_groups", "processes"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},
     "AcceptanceRate": {"_memory", "_floor"},
@@ -285,6 +287,7 @@ OF_THE_PROCESS = {
         "folder",
         "updates",
         "gaps",
+        "sight",
         "_evaluation",
         "_step",
         "_unwritten",
@@ -342,6 +345,7 @@ def full(made: RolloutManager) -> None:
     made.finished.acceptance.observe(3, 16)
     made.alarms.graded = True
     made.alarms.collapse.first["response_length/mean"] = [38.0, 20.0]
+    made.alarms.sight.values.append(0.75)
     made.finished.history.groups_failed["train-9"] = 2
 
 
@@ -357,6 +361,7 @@ def parts(made: RolloutManager) -> dict[str, Any]:
         finished.acceptance,
         made.alarms,
         made.alarms.collapse,
+        made.alarms.sight,
         made.finished.history,
         made.ledger,
     )

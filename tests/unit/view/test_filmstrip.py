@@ -233,6 +233,18 @@ def test_the_gap_of_engine_and_trainer_stands_below_each_turn_that_was_trained(
     assert said == ["0.0021, at most 0.034", "–, at most 2.5"]
 
 
+def test_the_effect_of_another_picture_stands_below_the_turn_that_was_scored(
+    tmp_path: Path,
+) -> None:
+    turns = [RolloutTurn("assistant", f"turn {number}", True) for number in range(2)]
+    with RunFolder(tmp_path, "run").acquired() as run:
+        run.write_config("{}\n")
+        scored = replace(member(0, *turns), sight=(None, 0.75))
+        run.rollouts.write(1, [scored, member(1, *turns)], {})
+    html = write_page(run.path, None, groups=10).read_text(encoding="utf-8")
+    assert re.findall("with another picture less likely by ([^<]+)<", html) == ["0.75"]
+
+
 def test_the_advantage_of_each_turn_stands_below_it_where_turns_differ(tmp_path: Path) -> None:
     turns = [RolloutTurn("assistant", f"turn {number}", True) for number in range(3)]
     with RunFolder(tmp_path, "run").acquired() as run:
