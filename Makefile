@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_ADAPTERS ?= .venv-adapters
+# The Python of nemo-gym, which wants 3.13.14 or later. Without it, the tests of that package are skipped.
+PYTHON_NEMO_GYM ?= python3.13
 # Tests that start real runs wait more than they compute: three at a time keep two cores busy.
 WORKERS ?= 3
 BIN := $(VENV)/bin
@@ -135,7 +137,7 @@ $(VENV)/.site: $(VENV)/.run
 	$(BIN)/python -m pip install -q -e ".[site]" -c constraints.txt
 	touch $@
 
-# verifiers wants openai < 3 and mcp 2.0.0, browsergym playwright 1.44, trackio pillow < 13: each has a Python of its own (docs/bring_your_own/adapters.md).
+# verifiers wants openai < 3 and mcp 2.0.0, browsergym playwright 1.44, trackio pillow < 13, nemo-gym Python 3.13: each has a Python of its own (docs/bring_your_own/adapters.md).
 $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	$(MAKE) VENV=$(VENV_ADAPTERS) $(VENV_ADAPTERS)/.torch
 	$(VENV_ADAPTERS)/bin/python -m pip install -q -e ".[gymnasium,mcp,openenv,reasoning-gym,textarena]" ale-py minigrid mlflow-skinny pytest pytest-timeout \
@@ -150,6 +152,8 @@ $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	.venv-trackio/bin/python -m pip install -q trackio pydantic pyyaml -c constraints-adapters.txt
 	test -x .venv-browsergym/bin/python || $(PYTHON) -m venv .venv-browsergym
 	.venv-browsergym/bin/python -m pip install -q browsergym-miniwob miniwob openai -c constraints-adapters.txt
+	if $(PYTHON_NEMO_GYM) -c 'import sys; sys.exit(sys.version_info < (3, 13, 14))' 2> /dev/null; then { test -x .venv-nemo-gym/bin/python || $(PYTHON_NEMO_GYM) -m venv .venv-nemo-gym; } && \
+		.venv-nemo-gym/bin/python -m pip install -q "$$(grep ^nemo-gym constraints-adapters.txt)"; fi
 	test -x .venv-pyautogui/bin/python || $(PYTHON) -m venv .venv-pyautogui
 	.venv-pyautogui/bin/python -m pip install -q pyautogui -c constraints-adapters.txt
 	touch $@

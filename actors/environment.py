@@ -210,10 +210,11 @@ def classify(raised: BaseException) -> Failure:
             return Failure(Cause.HUNG, scope, retryable=True, why=str(error))
         case EnvironmentFailed():
             return Failure(
-                Cause.BUG if error.bug else Cause.RAISED,
+                error.cause,
                 Scope.EPISODE,
                 retryable=not error.bug,
                 why=str(error),
+                server=error.server,
             )
     return Failure(
         Cause.RAISED, Scope.ENGINE, retryable=True, why=f"{type(error).__name__}: {error}"

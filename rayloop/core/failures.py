@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rayloop.core.reports import class_of, names
+
 START_AGAIN_EXIT_CODE = 69
 """The exit code of a run that a failure of machines ended (EX_UNAVAILABLE).
 
@@ -41,6 +43,13 @@ class Cause(StrEnum):
     """The environment's code raised an error that no machine causes (a TypeError, no full disk)."""
     HUNG = "hung"
     LOST = "lost"
+    """An actor, a process or a session ended."""
+    UNREACHABLE = "unreachable"
+    """No server answers, or the connection broke."""
+    FULL = "full"
+    """The server takes no further episode or request."""
+    GRADER = "grader"
+    """The environment's own judge or verifier failed."""
     BAD_DATA = "bad_data"
     """An image or a row cannot be used."""
     OVER_LONG = "over_long_prompt"
@@ -66,7 +75,8 @@ class Failure:
     """Why an episode was not played: a value for the driver (cluster/supervision/attempts.py).
 
     Unless it is ``retryable``, the same ``why`` twice in a row ends the attempts
-    (rollout/verdict.py). ``path`` is the file of BAD_DATA.
+    (rollout/verdict.py). ``path`` is the file of BAD_DATA, ``server`` the address of the server
+    that failed.
     """
 
     cause: Cause
@@ -74,6 +84,12 @@ class Failure:
     retryable: bool
     why: str
     path: str = ""
+    server: str = ""
+
+    @property
+    def of_infrastructure(self) -> bool:
+        """Whether neither the data nor the numbers of the policy are to blame."""
+        return self.cause not in (Cause.BAD_DATA, Cause.OVER_LONG, Cause.DIVERGED)
 
     @property
     def of_actor(self) -> bool:
@@ -205,12 +221,17 @@ class DeadlineExceeded(InfrastructureFailure):
 class EnvironmentFailed(InfrastructureFailure):
     """An environment's code raised, or broke the protocol.
 
-    ``bug``: on any machine (a TypeError, not a full disk).
+    ``bug``: on any machine (a TypeError, not a full disk). ``cause``: BUG or RAISED where None is
+    given. ``server``: the address of the server that failed, "" where there is none.
     """
 
-    def __init__(self, why: str, bug: bool = False) -> None:
+    def __init__(
+        self, why: str, bug: bool = False, cause: Cause | None = None, server: str = ""
+    ) -> None:
         super().__init__(why, bug)
         self.bug = bug
+        self.cause = cause or (Cause.BUG if bug else Cause.RAISED)
+        self.server = server
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -233,8 +254,10 @@ class AgentFailed(EnvironmentFailed):
     ``policys``: an answer of the policy may have caused the error.
     """
 
-    def __init__(self, why: str, bug: bool = False, policys: bool = True) -> None:
-        super().__init__(why, bug)
+    def __init__(
+        self, why: str, bug: bool = False, policys: bool = True, cause: Cause | None = None
+    ) -> None:
+        super().__init__(why, bug, cause)
         self.policys = policys
 
 
@@ -387,26 +410,7 @@ class Raised:
     errno: int | None = None
 
 
-MACHINES = frozenset(
-    {
-        "InfrastructureFailure",
-        "MemoryError",
-        "ImportError",
-        "ConnectionError",
-        "TimeoutError",
-        "CancelledError",
-        "APIConnectionError",
-        "TransportError",
-        "ClosedResourceError",
-        "BrokenResourceError",
-        "EndOfStream",
-        "WebSocketException",
-        "ClientConnectionError",
-        "RpcError",
-        "TargetClosedError",
-        "InvalidSessionIdException",
-    }
-)
+MACHINES = names("exceptions")
 """Exceptions that blame no policy, of Python and of clients with such names."""
 OF_A_NAME = frozenset(
     {
@@ -456,6 +460,15 @@ def blame_of(chain: Sequence[Raised]) -> Blame:
         if _is_of_machine(exception) or not MACHINES.isdisjoint(exception.kinds):
             return Blame.INFRASTRUCTURE
     return Blame.POLICY
+
+
+def cause_of(chain: Sequence[Raised]) -> Cause:
+    """The cause of an exception that blames the infrastructure: its first class with a row."""
+    for exception in chain:
+        for kind in exception.kinds:
+            if kind in MACHINES:
+                return Cause(class_of("exceptions", kind))
+    return Cause.RAISED
 
 
 def _is_of_machine(exception: Raised) -> bool:

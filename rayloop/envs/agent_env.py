@@ -27,10 +27,12 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import (
     AgentFailed,
     Blame,
+    Cause,
     EnvironmentFailed,
     EnvironmentHung,
     Raised,
     blame_of,
+    cause_of,
 )
 from rayloop.core.protocols import Observation
 from rayloop.core.threads import in_thread
@@ -209,11 +211,12 @@ class AgentEnv:
         if report["end"]:
             raise AgentFailed(f"the agent was ended: {report['end']}{output}", bug=True)
         if report["code"]:
-            by_policy = not report["broken"] and _blame(report["raised"]) is Blame.POLICY
+            cause = Cause.RAISED if report["broken"] else _cause(report["raised"])
             raise AgentFailed(
                 f"the agent ended with exit code {report['code']}{output}",
                 bug=True,
-                policys=by_policy,
+                policys=cause is None,
+                cause=cause,
             )
         result: float | None = report["result"]
         return result
@@ -233,8 +236,8 @@ class AgentEnv:
         }
 
 
-def _blame(chain: Any) -> Blame:
-    """Return who is to blame for an agent's error, by the exceptions that it reported.
+def _cause(chain: Any) -> Cause | None:
+    """Return the cause of an agent's error by the exceptions that it reported, None: the policy.
 
     The policy, when it reported none: the policy may have written what an agent prints. A
     MemoryError comes from ``memory_mb``: a machine without memory kills.
@@ -243,10 +246,10 @@ def _blame(chain: Any) -> Blame:
         errors = []
         for names, number in chain:
             errors.append(Raised([name for name in names if name != "MemoryError"], number))
-        return blame_of(errors)
+        return None if blame_of(errors) is Blame.POLICY else cause_of(errors)
     except (TypeError, ValueError):
         # A command, or what a policy made an agent do, can report anything.
-        return Blame.POLICY
+        return None
 
 
 @functools.cache

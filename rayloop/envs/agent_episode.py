@@ -64,7 +64,8 @@ async def run_agent_episode(
             refusal = ""
             if session.refused:
                 refusal = f"; the last request was refused: {session.refused}"
-            raise EnvironmentFailed(f"{name}: {error}{refusal}", error.bug) from error
+            why = f"{name}: {error}{refusal}"
+            raise EnvironmentFailed(why, error.bug, error.cause, error.server) from error
         reason, result = end
         logger.warning("%s of %s ended the episode as %s: %s", name, request.id, reason, error)
     finally:

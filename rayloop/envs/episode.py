@@ -30,6 +30,8 @@ from rayloop.core.failures import (
     OverLongPrompt,
     PolicyFailure,
     ToolDeadline,
+    cause_of,
+    raised,
 )
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.threads import asked, in_thread, settle, start, within
@@ -404,14 +406,16 @@ class _Episode:
         except DataFailure:
             raise
         except EnvironmentFailed as error:
-            raise EnvironmentFailed(f"{where}: {error}", error.bug) from error
+            why = f"{where}: {error}"
+            raise EnvironmentFailed(why, error.bug, error.cause, error.server) from error
         except Exception as error:
             # Only these two run after an action: errors before it are never the policy's.
             if isinstance(error, PolicyFailure) and method in ("step", "evaluate"):
                 raise
             bug = not isinstance(error, OSError | MemoryError | InfrastructureFailure)
+            cause = None if bug else cause_of(raised(error))
             raise EnvironmentFailed(
-                f"{where} raised {type(error).__name__}: {error}", bug
+                f"{where} raised {type(error).__name__}: {error}", bug, cause
             ) from error
 
     def _check(self, method: str, rule: str, value: Any) -> None:

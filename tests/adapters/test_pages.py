@@ -38,7 +38,15 @@ def test_the_lake_is_played_as_the_page_says(
 
 
 @pytest.mark.parametrize(
-    "name", ["browsergym.yaml", "mcp.yaml", "openenv.yaml", "textarena.yaml", "verifiers.yaml"]
+    "name",
+    [
+        "browsergym.yaml",
+        "mcp.yaml",
+        "nemo_gym.yaml",
+        "openenv.yaml",
+        "textarena.yaml",
+        "verifiers.yaml",
+    ],
 )
 def test_the_other_settings_are_real(name: str) -> None:
     kind = EnvironmentKind.model_validate(

@@ -44,6 +44,8 @@ from rayloop.rewards.settings import RewardSettings
 from tests.envs.programs import needs
 from tests.support import hostile_turns as hostile
 from tests.support.judge_stub import JudgeStub
+from tests.support.nemo_gym_server import ROW as WEATHER
+from tests.support.nemo_gym_server import answering
 from tests.support.packages import package_marks
 from tests.support.pictures import picture
 from tests.support.played import MODEL, RESULT, Paid, all_scored, episode_settings
@@ -245,6 +247,12 @@ def openenv(**options: Any) -> Iterator[dict[str, Any]]:
         yield {"url": url, "image": "screen", **options}
 
 
+@contextmanager
+def nemo_gym(**options: Any) -> Iterator[dict[str, Any]]:
+    with answering() as (_, url):
+        yield {"url": url, "describe": "nowhere", **options}
+
+
 def package(name: str) -> tuple[pytest.MarkDecorator, ...]:
     missing = importlib.util.find_spec(name) is None
     lacking = pytest.mark.skipif(missing, reason=f"{name}: make test-adapters installs it")
@@ -349,6 +357,12 @@ ENVIRONMENTS = [
         marks=package("mcp"),
         each=20,
     ),
+    Case(
+        "rayloop.envs.adapters.nemo_gym:NemoGym",
+        lambda: weather_calls(),
+        served=nemo_gym,
+        extra=WEATHER,
+    ),
     Case("rayloop.envs.adapters.openenv:OpenEnv", served=openenv, marks=package("websockets")),
 ]
 ELSEWHERE = {
@@ -360,6 +374,11 @@ ELSEWHERE = {
     "rayloop.envs.adapters.android:Android": "tests/unit/envs/test_android.py, with a stand-in for adb",
 }
 """Environments that are played by another test here."""
+
+
+def weather_calls() -> Sequence[str]:
+    [schema] = WEATHER["responses_create_params"]["tools"]
+    return hostile.calls([{"function": schema}])
 
 
 def mcp_calls() -> Sequence[str]:

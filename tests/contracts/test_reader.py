@@ -133,6 +133,16 @@ ROWS: dict[str, list[list[Row]]] = {
     "rayloop.recipes.digits.data:DigitRows": [
         [{"id": f"d{i}", "digits": [3, i, 1]} for i in range(2)]
     ],
+    "rayloop.envs.adapters.nemo_gym:NemoGymRows": [
+        [
+            {
+                "id": f"n{i}",
+                "expected": str(i),
+                "responses_create_params": {"input": [{"role": "user", "content": f"Say {i}."}]},
+            }
+            for i in range(2)
+        ]
+    ],
     "rayloop.envs.adapters.reasoning_gym:ReasoningGymRows": [
         [
             {"task": "leg_counting", "seed": 7, "index": i, "size": 3, "config": {"min_animals": 2}}

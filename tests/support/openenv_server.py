@@ -24,7 +24,8 @@ class Counter:
     """
 
     def __init__(self) -> None:
-        self.fault, self.resets, self.closed = "", list[dict[str, Any]](), 0
+        self.fault: str | dict[str, Any] = ""
+        self.resets, self.closed = list[dict[str, Any]](), 0
 
     def session(self, socket: ServerConnection) -> None:
         count = 0
@@ -39,6 +40,9 @@ class Counter:
             elif self.fault == "gone":
                 socket.close()
                 return
+            elif isinstance(self.fault, dict):
+                socket.send(json.dumps({"type": "error", "data": self.fault}))
+                continue
             elif self.fault:
                 socket.send(error(self.fault, "as the test wants it"))
                 continue

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 import pytest
 
 PACKAGES = {
+    "rayloop.envs.adapters.mcp": "mcp",
+    "rayloop.envs.adapters.openenv": "websockets",
     "rayloop.envs.adapters.reasoning_gym": "reasoning_gym",
     "rayloop.envs.adapters.textarena": "textarena",
 }

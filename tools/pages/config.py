@@ -49,6 +49,7 @@ COMPONENTS = {
         "rayloop.recipes.chart_rvr.data:ConversationRows",
         "rayloop.recipes.digits.data:DigitRows",
         "rayloop.recipes.pyvision.data:QuestionRows",
+        "rayloop.envs.adapters.nemo_gym:NemoGymRows",
         "rayloop.envs.adapters.reasoning_gym:ReasoningGymRows",
     ),
     ("Rewards", "reward.source"): (
@@ -77,6 +78,7 @@ COMPONENTS = {
         "rayloop.envs.agent_env:AgentEnv",
         "rayloop.envs.adapters.gymnasium:Gymnasium",
         "rayloop.envs.adapters.mcp:McpTools",
+        "rayloop.envs.adapters.nemo_gym:NemoGym",
         "rayloop.envs.adapters.openenv:OpenEnv",
         "rayloop.envs.adapters.textarena:TextArena",
         "rayloop.envs.image_tools:ImageTools",

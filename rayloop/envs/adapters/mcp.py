@@ -14,10 +14,10 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import Blame, InfrastructureFailure, blame
+from rayloop.core.failures import Blame, EnvironmentFailed, blame, cause_of, raised
 from rayloop.core.protocols import Tool, ToolResult
 from rayloop.core.types import ImageSource, Task
-from rayloop.envs.adapters.packages import needs
+from rayloop.envs.adapters.packages import needs, reported
 from rayloop.envs.tools import ToolCalls, ToolError
 
 CLOSE_TIMEOUT_S = 10.0
@@ -68,6 +68,11 @@ class McpServer(SettingsModel):
         return self.url or " ".join([self.command, *self.args])
 
     @property
+    def named(self) -> str:
+        """Return the program, or the address, for metrics."""
+        return self.url or self.command
+
+    @property
     def hint(self) -> str:
         """Return what to do where it does not start."""
         if self.command:
@@ -111,7 +116,7 @@ class McpTools(ToolCalls):
     def tools_for(self, task: Task) -> Sequence[Tool]:
         """Start the servers, and return their tools.
 
-        Raises InfrastructureFailure when one does not start or lists two tools of one name.
+        Raises EnvironmentFailed when one does not start or lists two tools of one name.
         """
         from anyio.from_thread import start_blocking_portal
 
@@ -122,10 +127,10 @@ class McpTools(ToolCalls):
             self._open.callback(portal.call, portal.stop, True)
             servers = portal.wrap_async_context_manager(_offered(self._mcp))
             offered = self._open.enter_context(servers)
-        except InfrastructureFailure:
+        except EnvironmentFailed:
             raise
         except Exception as error:
-            raise InfrastructureFailure(f"MCP: {type(error).__name__}: {_first(error)}") from error
+            raise EnvironmentFailed(f"MCP: {type(error).__name__}: {_first(error)}") from error
         tools: list[Tool] = [
             _Tool(portal, client, tool, server) for client, tool, server in offered
         ]
@@ -133,7 +138,7 @@ class McpTools(ToolCalls):
         names = [tool.name for tool in tools]
         duplicates = {name for name in names if names.count(name) > 1}
         if duplicates:
-            raise InfrastructureFailure(
+            raise EnvironmentFailed(
                 f"several tools are called {', '.join(sorted(duplicates))}: choose with `only`"
             )
         return tools
@@ -144,13 +149,13 @@ class McpTools(ToolCalls):
         self._open.close()
 
 
-Offered = tuple[Any, Any, str]
-"""The client of a server, one of its tools, and the server's name in messages."""
+Offered = tuple[Any, Any, McpServer]
+"""The client of a server, one of its tools, and the server."""
 
 
 @asynccontextmanager
 async def _offered(settings: McpTools.Settings) -> AsyncIterator[list[Offered]]:
-    """Yield the tools of the servers. Raises InfrastructureFailure, which names the server."""
+    """Yield the tools of the servers. Raises EnvironmentFailed, which names the server."""
     clients = AsyncExitStack()
     tools = list[Offered]()
     deadline = asyncio.get_running_loop().time() + settings.start_timeout
@@ -161,8 +166,10 @@ async def _offered(settings: McpTools.Settings) -> AsyncIterator[list[Offered]]:
                     tools += await _listed(server, clients)
             except Exception as error:
                 reason = f"{_kind(error)}: {_first(error)}"
-                raise InfrastructureFailure(
-                    f"MCP: {reason}, of the server {server.shown}. {server.hint}"
+                raise EnvironmentFailed(
+                    f"MCP: {reason}, of the server {server.shown}. {server.hint}",
+                    cause=cause_of(raised(error)),
+                    server=server.named,
                 ) from error
         yield tools
     finally:
@@ -203,13 +210,13 @@ async def _listed(server: McpServer, clients: AsyncExitStack) -> list[Offered]:
         )
     if server.only:
         tools = [tool for tool in tools if tool.name in server.only]
-    return [(client, tool, server.shown) for tool in tools]
+    return [(client, tool, server) for tool in tools]
 
 
 class _Tool:
     """One tool of a server."""
 
-    def __init__(self, portal: Any, client: Any, tool: Any, server: str) -> None:
+    def __init__(self, portal: Any, client: Any, tool: Any, server: McpServer) -> None:
         self.name = tool.name
         self.description = tool.description or tool.name
         self.parameters = tool.input_schema
@@ -220,18 +227,13 @@ class _Tool:
     def __call__(self, /, **arguments: Any) -> ToolResult:
         """Call the tool.
 
-        Raises ToolError for an error that the server reports, InfrastructureFailure when the server
-        is lost.
+        Raises ToolError for an error that the server reports, EnvironmentFailed when the server is
+        lost.
         """
         try:
             result = self._portal.call(self._client.call_tool, self.name, arguments)
         except Exception as error:
-            if _answered(error):
-                raise ToolError(_first(error)) from error
-            reason = f"{_kind(error)}: {_first(error)}"
-            raise InfrastructureFailure(
-                f"MCP tool {self.name} of the server {self._server}: {reason}"
-            ) from error
+            raise self._classified(error) from error
         texts = list[str]()
         images = list[ImageSource]()
         for part in result.content:
@@ -243,8 +245,24 @@ class _Tool:
         if not result.content and result.structured_content is not None:
             texts.append(json.dumps(result.structured_content, ensure_ascii=False))
         if result.is_error:
-            raise ToolError("\n".join(texts) or f"{self.name} failed")
+            why = "\n".join(texts) or f"{self.name} failed"
+            raise reported("mcp", "is_error", why, self._server.named)
         return ToolResult("\n".join(texts), tuple(images))
+
+    def _classified(self, error: Exception) -> Exception:
+        """Return the exception for an error of the client.
+
+        The server answered with the error, sent an invalid result, or gave no answer.
+        """
+        reason = f"{_kind(error)}: {_first(error)}"
+        why = f"MCP tool {self.name} of the server {self._server.shown}: {reason}"
+        code = getattr(error, "code", None)
+        if isinstance(code, int):
+            classified = reported("mcp", str(code), why, self._server.named)
+            return ToolError(_first(error)) if isinstance(classified, ToolError) else classified
+        if blame(error) is Blame.POLICY:
+            return ToolError(_first(error))
+        return EnvironmentFailed(why, cause=cause_of(raised(error)), server=self._server.named)
 
 
 def _text_or_image(part: Any) -> str | ImageSource:
@@ -272,22 +290,6 @@ def _image(encoded: str) -> ImageSource:
         return ImageSource(data=base64.b64decode(encoded))
     except ValueError:
         return ImageSource(data=b"")
-
-
-OF_THE_CONNECTION = frozenset({-32000, -32001, -32600, -32601, -32700})
-"""Codes of JSON-RPC and MCP that are not about a call's arguments.
-
-The connection is closed, no answer came in time, or no server takes the request, as after it has
-forgotten the session.
-"""
-
-
-def _answered(error: Exception) -> bool:
-    """Return whether the server answered this call with an error, or with an invalid result."""
-    code = getattr(error, "code", None)
-    if isinstance(code, int):
-        return code not in OF_THE_CONNECTION
-    return blame(error) is Blame.POLICY
 
 
 def _inner(error: BaseException) -> BaseException:

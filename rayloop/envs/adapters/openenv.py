@@ -20,15 +20,22 @@ from rayloop.core.failures import EnvironmentFailed, PolicyFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import NOT_SHOWN, pictures
-from rayloop.envs.adapters.packages import RewardedSteps, function, needs, picture, read_by
+from rayloop.envs.adapters.packages import (
+    LOCAL,
+    RewardedSteps,
+    function,
+    needs,
+    picture,
+    read_by,
+    reported,
+    unanswered,
+)
+from rayloop.envs.tools import ToolError
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
 MAX_ANSWER_BYTES = 100 * 2**20
 """Bytes of the largest answer."""
 TOO_BIG = 1009
 """WebSocket's code for a message that is too big."""
-REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
-"""Codes of an action that the server does not accept."""
 
 
 class OpenEnvSettings(SettingsModel):
@@ -66,8 +73,7 @@ class OpenEnvSettings(SettingsModel):
 class OpenEnv(RewardedSteps):
     """One session; the row's columns ``seed`` and ``episode_id`` are given to ``reset``.
 
-    A server's error is the environment's failure, except for an action that it does not accept, or
-    on which its environment raises.
+    ``core/failures.yaml`` says which of a server's errors are the policy's.
     """
 
     Settings = OpenEnvSettings
@@ -97,11 +103,9 @@ class OpenEnv(RewardedSteps):
             # Some releases of websockets return a context manager instead of a connection.
             self._session = self._open.enter_context(connection)
         except Exception as error:
-            raise EnvironmentFailed(
-                f"OpenEnv at {settings.url}: {type(error).__name__}: {error}"
-            ) from error
+            raise unanswered(error, f"OpenEnv at {settings.url}", settings.url) from error
         columns = {key: task.extra.get(key) for key in ("seed", "episode_id")}
-        data, _ = self._ask(
+        data = self._ask(
             "reset", {key: value for key, value in columns.items() if value is not None}
         )
         return Observation((*task.messages, self._seen(data)))
@@ -116,9 +120,10 @@ class OpenEnv(RewardedSteps):
             action = read_by(self._act, text)
         except ValueError as error:
             return self._refused(str(error))
-        data, refusal = self._ask("step", action)
-        if refusal:
-            return self._refused(refusal)
+        try:
+            data = self._ask("step", action)
+        except ToolError as error:
+            return self._refused(str(error))
         reward = self._reward(data.get("reward") or 0.0)
         message = self._seen(data, acted=True)
         return StepResult(Observation((message,)), done=bool(data.get("done")), reward=reward)
@@ -130,10 +135,10 @@ class OpenEnv(RewardedSteps):
                 self._session.send(json.dumps({"type": "close"}))
         self._open.close()
 
-    def _ask(self, op: str, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-        """Return the server's observation, and why it does not accept the action.
+    def _ask(self, op: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the server's observation.
 
-        Raises EnvironmentFailed.
+        Raises EnvironmentFailed, and for a step ToolError or PolicyFailure.
         """
         from websockets.exceptions import ConnectionClosed
 
@@ -151,14 +156,28 @@ class OpenEnv(RewardedSteps):
                 raise PolicyFailure(
                     f"what the action led to has more than {MAX_ANSWER_BYTES} bytes"
                 ) from error
-            raise EnvironmentFailed(f"OpenEnv, {op}: {type(error).__name__}: {error}") from error
+            raise unanswered(error, f"OpenEnv, {op}", self._settings.url) from error
         if kind == "error":
-            return {}, _refusal(op, data)
+            raise self._reported(op, data)
         if kind != "observation" or not isinstance(data, dict):
             raise EnvironmentFailed(
                 f"OpenEnv answered {op} with {kind!r}, which is not an observation", bug=True
             )
-        return data, ""
+        return data
+
+    def _reported(self, op: str, data: Mapping[str, Any]) -> Exception:
+        """Return the exception for an error of the server."""
+        code = data.get("code", "UNKNOWN")
+        reason = _reason(data)
+        why = f"OpenEnv, {op}: {code}: {reason}"
+        if code == "CAPACITY_REACHED":
+            why += ". Raise the server's max_concurrent_envs, or lower environment.actors"
+        error = reported("openenv", code, why, self._settings.url, acted=op == "step")
+        if isinstance(error, ToolError):
+            return ToolError(reason)
+        if isinstance(error, PolicyFailure):
+            return PolicyFailure(f"OpenEnv: the action raised: {reason}")
+        return error
 
     def _seen(self, data: Mapping[str, Any], *, acted: bool = False) -> Message:
         """Return the observation as a message.
@@ -184,23 +203,6 @@ class OpenEnv(RewardedSteps):
             fields = {name: value for name, value in observation.items() if name not in hidden}
             parts.append(json.dumps(fields))
         return self._shown(*parts)
-
-
-def _refusal(op: str, data: Mapping[str, Any]) -> str:
-    """Return why the server does not accept an action.
-
-    Raises PolicyFailure for an action that raised, EnvironmentFailed for other errors.
-    """
-    acts = op == "step"
-    code = data.get("code", "UNKNOWN")
-    message = data.get("message", "")
-    if code == "CAPACITY_REACHED":
-        message += ". Raise the server's max_concurrent_envs, or lower environment.actors"
-    if acts and code in REFUSED:
-        return _reason(data)
-    if acts and code == "EXECUTION_ERROR":
-        raise PolicyFailure(f"OpenEnv: the action raised: {message}")
-    raise EnvironmentFailed(f"OpenEnv, {op}: {code}: {message}")
 
 
 def _reason(data: Mapping[str, Any]) -> str:

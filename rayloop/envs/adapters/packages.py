@@ -14,12 +14,25 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from rayloop.core.failures import Blame, PolicyFailure, blame
+from rayloop.core.failures import (
+    Blame,
+    Cause,
+    EnvironmentFailed,
+    PolicyFailure,
+    blame,
+    cause_of,
+    raised,
+)
 from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.reports import REFUSED, class_of
 from rayloop.core.types import ImageSource, Message
 from rayloop.data.images import png
+from rayloop.envs.tools import ToolError
 
 logger = logging.getLogger(__name__)
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+"""Names of this machine's loopback."""
 
 
 class RewardedSteps:
@@ -56,6 +69,28 @@ class RewardedSteps:
         """Return the error, and what was shown before."""
         parts = (f"Error: {reason}\n", *self._last_shown)
         return StepResult(Observation((Message("user", parts),)), error=reason)
+
+
+def reported(
+    protocol: str, report: str, why: str, server: str, *, acted: bool = True
+) -> ToolError | PolicyFailure | EnvironmentFailed:
+    """Return the exception for what a server reports, by the rows of ``core/failures.yaml``.
+
+    ToolError: the policy sees ``why``. ``acted``: the server carried out what the policy wrote;
+    without that, nothing is the policy's fault.
+    """
+    name = class_of(protocol, report)
+    is_policys = name in (REFUSED, Blame.POLICY)
+    if is_policys and acted:
+        return ToolError(why) if name == REFUSED else PolicyFailure(why)
+    cause = Cause.RAISED if is_policys else Cause(name)
+    return EnvironmentFailed(why, cause is Cause.BUG, cause, server)
+
+
+def unanswered(error: Exception, where: str, server: str) -> EnvironmentFailed:
+    """Return the exception for a call that got no answer, or one that cannot be read."""
+    why = f"{where}: {type(error).__name__}: {error}"
+    return EnvironmentFailed(why, cause=cause_of(raised(error)), server=server)
 
 
 def read_by(act: Callable[..., Any], text: str, *more: Any) -> Any:

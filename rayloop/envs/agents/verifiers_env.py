@@ -3,6 +3,7 @@
 ``run: .../verifiers_env.py:play``.
 """
 
+import errno
 import os
 import re
 import sys
@@ -19,8 +20,8 @@ async def play(row: Mapping[str, Any], reward_key: str = "") -> float:
     the task, ``env`` (an ``Env``'s id) and ``config`` (the task set's). Returns the sum of what its
     rubric gave to the trainable agents. With ``reward_key`` each answer of such an agent is paid
     what the agent got, and their sum is returned. Raises RuntimeError for an episode that an answer
-    broke, such as one that did not keep to a contract of the environment, and ConnectionError for
-    one that the provider, a sandbox or a tool server broke.
+    broke, such as one that did not keep to a contract of the environment, and OSError for one
+    that the provider, a sandbox or a tool server broke.
     """
     import verifiers.v1 as vf
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
@@ -71,10 +72,15 @@ def _raise_errors(episode: Any) -> None:
         errors += trace.errors
     if not errors:
         return
-    machine_error = next((error for error in errors if _of_a_machine(error)), None)
-    error = machine_error or errors[0]
-    kind = ConnectionError if machine_error else RuntimeError
-    raise kind(f"verifiers: {error.type}: {error.message}")
+    causes = [_cause(error) for error in errors]
+    first = next((place for place, cause in enumerate(causes) if cause != POLICY), 0)
+    why = f"verifiers: {errors[first].type}: {errors[first].message}"
+    # rayloop reads the cause from the class of the exception, and from its number.
+    if causes[first] == POLICY:
+        raise RuntimeError(why)
+    if causes[first] == "unreachable":
+        raise ConnectionError(why)
+    raise OSError(errno.EIO, why)
 
 
 def _post(rewards: Mapping[str, float], base_url: str, reward_key: str) -> None:
@@ -102,16 +108,18 @@ def _answers_by_trace() -> Mapping[str, list[str]]:
     return answers
 
 
-MACHINES = ("ProviderError", "SandboxError", "ToolsetError", "InterceptionError", "TunnelError")
-"""Boundaries of verifiers that no answer of the policy breaks."""
+POLICY = "policy"
+"""The class of an error that an answer of the policy may have caused."""
+REPORTS = Path(__file__).parents[2] / "core" / "failures.yaml"
+"""The class of each boundary of verifiers: this Python has no package rayloop."""
 _MACHINE = re.compile(
     r"Connect|Timeout|Transport|Network|Memory|Import|OSError|HTTP|RateLimit|InternalServer"
 )
 """Parts of the names of exceptions that hooks and rubrics raise when a service does not answer."""
 
 
-def _of_a_machine(error: Any) -> bool:
-    """Return whether the error is not the policy's.
+def _cause(error: Any) -> str:
+    """Return the class of an error by core/failures.yaml: POLICY, or a cause.
 
     The boundary says it, and within the code of task and environment the class that was raised
     first. The message, of which the policy may have written a part, follows that class.
@@ -121,7 +129,13 @@ def _of_a_machine(error: Any) -> bool:
         if line[:1].isalpha() and ":" in line.split()[0]:
             class_name = line.partition(":")[0]
             break
-    return error.type in MACHINES or bool(_MACHINE.search(class_name))
+    import yaml
+
+    rows = yaml.safe_load(REPORTS.read_text(encoding="utf-8"))["verifiers"]
+    boundary: str = rows.get(error.type, rows["other"])[0]
+    if boundary == POLICY and _MACHINE.search(class_name):
+        return "unreachable"
+    return boundary
 
 
 async def _script(
