@@ -378,7 +378,7 @@ class Driver:
 
         counts = self.ledger.counts()
         seconds = self.timings.take()
-        runner_metrics = self.runner.metrics()
+        runner_metrics = {**self.runner.metrics(), **self.history.lost_episodes.take()}
         metrics = self.reporter.step(self.step, report, collected, counts, seconds, runner_metrics)
         self.rollouts.alarms.recorded(metrics)
         if records:

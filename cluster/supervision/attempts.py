@@ -50,7 +50,8 @@ def _ignore(request: RolloutRequest) -> None:
 class _Episode:
     """An episode until it is ``over``: it was played, or its last failure stands.
 
-    ``begins`` is called before each attempt; ``report`` gets its data when that is bad.
+    ``begins`` is called before each attempt; ``report`` gets its data when that is bad. ``node``:
+    the name of the node on which it was played.
     """
 
     request: RolloutRequest
@@ -59,6 +60,7 @@ class _Episode:
     result: EpisodeResult | None = None
     over: bool = False
     record: Record = field(default_factory=Record)
+    node: str = ""
 
     def no_summary(self) -> Summary:
         """The summary of an episode that was not played."""
@@ -152,10 +154,12 @@ class EpisodeRunner:
             for episode in episodes:
                 if episode.result:
                     summary, payload = episode.result
-                    members.append(Member(summary, next(remaining_scores), payload))
+                    outcome = next(remaining_scores)
+                    self.history.lost_episodes.played(outcome, episode.node)
+                    members.append(Member(summary, outcome, payload))
                 else:
-                    outcome = Unscored.of(episode.record.failure)
-                    members.append(Member(episode.no_summary(), outcome))
+                    unscored = Unscored.of(episode.record.failure)
+                    members.append(Member(episode.no_summary(), unscored))
             return members
         finally:
             self.running -= len(episodes)
@@ -243,22 +247,37 @@ class EpisodeRunner:
         result = call.results[settle.episode]
         episode.record = settle.record
         episode.over = settle.next is not Next.AGAIN
-        if not isinstance(result, Failure):
+        episode.node = self.services.environment.node_name(call.environment)
+        if isinstance(result, Failure):
+            self._report(episode, settle, result)
+        else:
             self.history.succeeded(call.environment.worker)
             episode.result = result
             name = self.services.environment.name(call.environment)
             WAITS.record_episodes(result[:1], name, self.services.rollout.name(call.engine))
-        elif settle.next is Next.END_RUN:
-            raise Diverged(result.why)
-        elif settle.next is Next.BAD_DATA:
-            episode.report(request.task, result.path, result.why)
-        elif settle.next is not Next.TOO_LONG:
-            attempt = episode.record.attempts - 1
-            self._emit(incidents.EpisodeFailed(str(request.id), attempt, why=result.why))
 
         for seat, failure in settle.charges:
             place = self.services.environment.place(seat)
             self.history.failed(request.id.group, request.task.id, seat.worker, place, failure)
+
+    def _report(self, episode: _Episode, settle: Settle, failure: Failure) -> None:
+        """Count an attempt that failed, and report it. Raises Diverged."""
+        self.history.lost_episodes.failed(failure, episode.node)
+        request = episode.request
+        if settle.next is Next.END_RUN:
+            raise Diverged(failure.why)
+        if settle.next is Next.BAD_DATA:
+            episode.report(request.task, failure.path, failure.why)
+        elif settle.next is not Next.TOO_LONG:
+            failed = incidents.EpisodeFailed(
+                str(request.id),
+                episode.record.attempts - 1,
+                why=failure.why,
+                cause=str(failure.cause),
+                node=episode.node,
+                server=failure.server,
+            )
+            self._emit(failed)
 
 
 async def evaluate_answers(

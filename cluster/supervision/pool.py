@@ -212,6 +212,10 @@ class Pool(Generic[A]):
         worker = self.workers.get(lease.worker)
         return f"{self.role} {worker.slot if worker else '(replaced)'}"
 
+    def node_name(self, lease: Seat) -> str:
+        """The host name and address of the lease's node; "" when unknown."""
+        return "" if self._nodes is None else self._nodes.name(lease.node)
+
     def release(
         self, serial: int, affinity: str = "", well: bool | None = None, count: int = 1
     ) -> None:

@@ -234,6 +234,11 @@ class EpisodeFailed(Event, by="cluster/supervision/attempts.py"):
     attempt: int
     """The number of earlier issues."""
     why: str
+    cause: str = ""
+    """As in the metric `lost/cause/<cause>`."""
+    node: str = ""
+    server: str = ""
+    """The address of the server that failed, where there is one."""
 
 
 class PayloadLost(Event, by="rayloop/rollout/manager.py"):

@@ -1,8 +1,8 @@
 """Alarms about slow failures (docs/algorithm.md, section 10).
 
-They watch trajectories without a reward, excluded or flagged ones, log-prob mismatch and a
-collapsed policy. Fresh samples have equal log-probs in engine and trainer, unless a weight sync was
-lost.
+They watch trajectories without a reward, excluded or flagged ones, episodes that infrastructure
+took, log-prob mismatch and a collapsed policy. Fresh samples have equal log-probs in engine and
+trainer, unless a weight sync was lost.
 """
 
 import math
@@ -20,6 +20,7 @@ from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import TrajectoryId
 from rayloop.grpo.collapse import LENGTH, Alarm, Collapse, CollapseSettings, Limit
+from rayloop.grpo.lost_episodes import LostEpisodes
 from rayloop.grpo.sight import Sight
 
 DRIFT = "actor/logprob_mismatch_mean/lag_0"
@@ -69,6 +70,11 @@ class AlarmSettings(CollapseSettings):
     """
     flags: ClassVar[dict[str, Limit]] = FLAGS
     """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named."""
+    infrastructure: ClassVar[Limit] = Limit(warn=0.1)
+    """Of the last 512 episodes, each attempt counted, those that infrastructure took.
+
+    ``unscored`` sees only those of which no further attempt succeeded.
+    """
     logprobs: Limit = Limit()
     """Mean |log-prob difference| of trainer and engine, averaged over three steps.
 
@@ -119,12 +125,14 @@ class Alarms:
         *,
         dropout: bool = False,
         compares_states: bool = False,
+        lost_episodes: LostEpisodes | None = None,
     ) -> None:
         """``drift``: log-prob mismatch in nats that warns.
 
         ``reward``: the dotted name of the reward, for messages. ``dropout``: the trainer's
         log-probs are with dropout, so that their mismatch shows no lost sync; only fresh episodes
-        are compared. ``compares_states``: as for ``Collapse``.
+        are compared. ``compares_states``: as for ``Collapse``. ``lost_episodes`` is filled by the
+        runner of the episodes.
         """
         self.settings = settings
         self._reward = reward
@@ -135,6 +143,7 @@ class Alarms:
         self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
         self._steps_without_samples = 0
         self._active: set[str] = set()
+        self.lost_episodes = lost_episodes or LostEpisodes()
         self.collapse = Collapse(settings, compares_states=compares_states)
         self.sight = Sight()
         self._kinds: set[UnscoredKind] = set()
@@ -324,6 +333,11 @@ class Alarms:
         if excluded:
             text = f"{excluded} of the last {total} trajectories were excluded from training"
             alarms["excluded"] = (_share(excluded, total), self.settings.excluded, text)
+        lost, ended = self.lost_episodes.recent
+        if lost:
+            share = _share(lost, ended)
+            text = self.lost_episodes.sentence()
+            alarms["infrastructure"] = (share, self.settings.infrastructure, text)
         scored = total - len(unscored)
         flags: Counter[str] = Counter()
         for trajectory in self._finished:

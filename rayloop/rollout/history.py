@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from rayloop.core.failures import Cause, Failure, Scope
+from rayloop.grpo.lost_episodes import LostEpisodes
 from rayloop.rollout.verdict import (
     ActorProcess,
     GroupFailures,
@@ -39,6 +40,8 @@ class FailureHistory:
         self.successes = 0
         self._groups: dict[int, GroupFailures] = {}
         self.processes: dict[int, ActorProcess] = {}
+        self.lost_episodes = LostEpisodes()
+        """What infrastructure took of them, for metrics and an alarm."""
 
     def begins(self, group: int, worker: int) -> None:
         """An episode of ``group`` begins on the process with serial number ``worker``."""

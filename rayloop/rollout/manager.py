@@ -59,6 +59,7 @@ class RolloutManager:
             reporter.event,
             dropout=config.policy.engine.drops_out,
             compares_states=config.algorithm.advantage.kind == "gigpo",
+            lost_episodes=history.lost_episodes,
         )
         self.finished = FinishedGroups(config, ledger, self.ready, self.alarms, history)
         self.in_flight: dict[int, GroupRequest] = {}

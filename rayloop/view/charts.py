@@ -15,7 +15,16 @@ HELD_OUT = ("val_sampled/reward/mean", "val/reward/mean")
 _TABLE = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8"))
 CHARTS = tuple((title, *names) for title, names in _TABLE.items())
 """The title of each chart, followed by its metrics."""
-COUNTS = ("filtered/", "excluded/", "stale/", "surplus/", "cancelled/", "end_reason/", "flag/")
+COUNTS = (
+    "filtered/",
+    "excluded/",
+    "stale/",
+    "surplus/",
+    "cancelled/",
+    "end_reason/",
+    "flag/",
+    "lost/",
+)
 """Metrics that are absent where they would be 0."""
 LEFT_EDGE = 58
 RIGHT_EDGE = 352
