@@ -36,7 +36,7 @@ from rayloop.core.types import ImageSource, Task, TrajectoryId, Version
 from rayloop.data.images import decode
 from rayloop.engines.models import hf_state
 from rayloop.engines.training.fsdp import FsdpEngine
-from rayloop.engines.training.sight import STEPS_PER_CHECK
+from rayloop.engines.training.sight import CHECK_STRIDE_STEPS
 from rayloop.grpo.alarms import Alarms, AlarmSettings
 from rayloop.grpo.sight import Sight, of_screens, sight_metrics
 
@@ -136,7 +136,7 @@ class Watched(one_file.OneFile):
 def run(seed: int) -> dict[str, Any]:
     """One run: good steps, and then blind ones."""
     # The check of every fifth step comes up to four steps after the pictures have changed.
-    good_steps = GOOD_STEPS + seed % STEPS_PER_CHECK
+    good_steps = GOOD_STEPS + seed % CHECK_STRIDE_STEPS
     good: list[float] = []
     blind: list[float] = []
     screens: list[float] = []
@@ -185,16 +185,16 @@ def cost() -> dict[str, float]:
         "step": round(step, 2),
         "added": round(added, 3),
         "turns": turns,
-        "percent": round(100 * added / STEPS_PER_CHECK / step, 2),
+        "percent": round(100 * added / CHECK_STRIDE_STEPS / step, 2),
     }
 
 
 def resampled(runs: dict[str, Any]) -> int:
     """How many of RESAMPLED_RUNS runs of a policy that looks raise an alarm."""
     chance = random.Random(0)
-    checks = math.ceil(LONG_RUN_STEPS / STEPS_PER_CHECK)
+    checks = math.ceil(LONG_RUN_STEPS / CHECK_STRIDE_STEPS)
     values = [value for one in runs.values() for value in one["screens"]]
-    screens = round(SHARE * STEPS_PER_CHECK * math.prod(QUICKSTART_SIZE) / 2)
+    screens = round(SHARE * CHECK_STRIDE_STEPS * math.prod(QUICKSTART_SIZE) / 2)
     alarmed = 0
     for _ in range(RESAMPLED_RUNS):
         watch = Sight()

@@ -30,9 +30,9 @@ from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.session import node_rows, serve_details, session
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.files import write_whole
-from rayloop.core.signals import STOP, handling
 from rayloop.core.threads import call_within
 from rayloop.judge.discovery import Address, announce, read_key, withdraw
+from rayloop.launch.signals import STOP, handling
 from rayloop.run.config import RunConfig
 from rayloop.run.place import run_of
 from rayloop.serve_apps.console import service as console

@@ -24,7 +24,6 @@ from rayloop.config.settings import local_path
 from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, RayloopError
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import TrainItem
-from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.core.types import Task, derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
@@ -33,6 +32,7 @@ from rayloop.engines.shape import ModelSource
 from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT_S
 from rayloop.estimate.memory import fitted
 from rayloop.grpo.losses.settings import ReinforceLoss
+from rayloop.launch.signals import STOP, StopSignals, handling
 from rayloop.run.folder import make_folder
 from rayloop.run.preflight import dated
 from rayloop.sft.stage import START, Examples, SftConfig, SftProgress, make_tiny

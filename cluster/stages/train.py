@@ -42,9 +42,9 @@ from rayloop.core.failures import (
 )
 from rayloop.core.files import needed, write_whole
 from rayloop.core.ledger import Ledger
-from rayloop.core.signals import STOP, handling, leave_terminal
 from rayloop.estimate.memory import with_micro_batch
 from rayloop.launch.restarts import Budget, is_restart
+from rayloop.launch.signals import STOP, handling, leave_terminal
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
 from rayloop.run.folder import RunFolder, make_folder

@@ -23,7 +23,6 @@ from enum import Enum
 from pathlib import Path
 
 from rayloop.core.failures import START_AGAIN_EXIT_CODE, ConfigError, Preempted
-from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
 from rayloop.launch.limits import memory_limit, ray_memory
 from rayloop.launch.network import Ports, block, kernels, port_range
@@ -46,6 +45,7 @@ from rayloop.launch.ray_variables import (
 )
 from rayloop.launch.rendezvous import Head, HeadLeft, NoHead, Rendezvous, Unpublished, accepts
 from rayloop.launch.restarts import RESTARTED, Budget, backed_off
+from rayloop.launch.signals import STOP, StopSignals, handling
 from rayloop.sandbox.kernel import adopt_orphans
 
 SERVICES = (

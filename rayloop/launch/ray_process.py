@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 
 from rayloop.core.failures import START_AGAIN_EXIT_CODE, ConfigError, InfrastructureFailure
-from rayloop.core.signals import StopSignals
 from rayloop.launch.network import Ports
 from rayloop.launch.rendezvous import accepts
+from rayloop.launch.signals import StopSignals
 
 LOG = "ray-start.log"
 """The output of ``ray start``, in the temporary folder."""

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 
 from rayloop.core.failures import START_AGAIN_EXIT_CODE
-from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
 from rayloop.launch.ray_process import POLL_INTERVAL_S, child
+from rayloop.launch.signals import STOP, StopSignals, handling
 
 FIRST_PAUSE_S = 15.0
 """Seconds of the first pause, which doubles each time."""

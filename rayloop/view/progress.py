@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rayloop.core.signals import leave_terminal
+from rayloop.launch.signals import leave_terminal
 from rayloop.view.completions import shown
 from rayloop.view.formatting import span
 

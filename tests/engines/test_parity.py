@@ -280,6 +280,7 @@ def parity(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[s
     return code, content
 
 
+@pytest.mark.gpu_fake
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.__name__))
 def test_a_planted_fault_is_found_where_it_begins(
     fault: Any,
@@ -301,6 +302,7 @@ def test_a_planted_fault_is_found_where_it_begins(
     assert words in verdict["sentence"]
 
 
+@pytest.mark.gpu_fake
 @pytest.mark.parametrize("model", ["qwen3_vl", "tied"])
 def test_a_sound_engine_passes(
     model: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]

@@ -41,7 +41,7 @@ ONLY_READS = {
     "policy": ["policy", "serve", "--run", "{run}"],
     "export": ["export", "{run}", "{out}"],
 }
-OF_OTHERS = {"judge", "node", "slurm", "score"}
+OF_OTHERS = {"judge", "node", "parity", "slurm", "score"}
 """Commands that take no configuration of a run, and no run."""
 FOREIGN = "foreign_code_of_a_stranger"
 

@@ -42,7 +42,14 @@ from rayloop.engines.training.lora import (
 from rayloop.engines.training.optimizer import Optimizer
 from rayloop.engines.training.perturbation import perturb
 from rayloop.engines.training.scorer import Scorer, Scores, score
-from rayloop.engines.training.sharding import from_first, join, local, on_all_ranks, shard
+from rayloop.engines.training.sharding import (
+    from_first,
+    join,
+    leaving_on_failure,
+    local,
+    on_all_ranks,
+    shard,
+)
 from rayloop.engines.training.sight import SightCheck
 from rayloop.engines.training.state import UNKNOWN
 from rayloop.engines.training.updates import (
@@ -105,14 +112,8 @@ class FsdpEngine:
             COLLECTIVE_TIMEOUT_S,
             settings.replicas,
         )
-        try:
+        with leaving_on_failure(joined=init_method is not None):
             self._load(model, mesh)
-        except BaseException:
-            # A default group that stays behind would make the
-            # next init_process_group of this process fail.
-            if init_method is not None:
-                dist.destroy_process_group()
-            raise
         self._parameters = dict(self._model.named_parameters())
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self._optimizer = Optimizer(trainable, optimizer, settings.replicas)
@@ -129,8 +130,7 @@ class FsdpEngine:
         self.sight: Mapping[TrajectoryId, TurnChanges] = {}
         """Of some turns of the last ``train``, under the weights before its first update."""
 
-        # Each rank has a different seed: with the same seed, dropout would leave out the same
-        # places on each.
+        # With the same seed, dropout would leave out the same places on each rank.
         torch.manual_seed(derive(seed, "trainer", rank))
         trainable_count = sum(p.numel() for p in trainable.values())
         parameter_count = sum(p.numel() for p in self._parameters.values())
@@ -213,10 +213,7 @@ class FsdpEngine:
         }
         mini_batches = on_all_ranks(lambda: segmented(mini_batches))
 
-        def make_samples() -> list[list[TrainSample]]:
-            return [self._make_samples(items) for items in mini_batches]
-
-        samples = on_all_ranks(make_samples)
+        samples = on_all_ranks(lambda: [self._make_samples(items) for items in mini_batches])
         samples = beforehand.with_constants(
             mini_batches, samples, self._loss_settings, self._score, self._collator, self._seed
         )

@@ -1,7 +1,8 @@
 """Spreads a model over the ranks: process group, FSDP2 units, gathering, and noise on shards."""
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -55,6 +56,20 @@ def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> M
 def alone() -> dist.Store:
     """Return a store in this process's memory, for a rank without others."""
     return dist.HashStore()
+
+
+@contextmanager
+def leaving_on_failure(*, joined: bool) -> Iterator[None]:
+    """Leave the default process group when the block fails, if this process ``joined`` it.
+
+    A group that stays behind would make the next ``init_process_group`` of this process fail.
+    """
+    try:
+        yield
+    except BaseException:
+        if joined:
+            dist.destroy_process_group()
+        raise
 
 
 def join(

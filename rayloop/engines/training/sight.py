@@ -21,7 +21,7 @@ from rayloop.engines.training.sharding import on_all_ranks, total
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.sight import TurnChanges
 
-STEPS_PER_CHECK = 5
+CHECK_STRIDE_STEPS = 5
 """Steps of which one scores turns: a forward pass has a cost for however few they are."""
 
 
@@ -134,10 +134,10 @@ class SightCheck:
         """The changes of some turns under the current weights, by trajectory.
 
         ``mini_batches`` as ``segmented`` returns them, with their ``samples``; ``share``: tokens to
-        score, as a share of those of all steps. It is empty but in every ``STEPS_PER_CHECK``-th
+        score, as a share of those of all steps. It is empty but in every ``CHECK_STRIDE_STEPS``-th
         ``step``. Collective.
         """
-        if not share or step % STEPS_PER_CHECK:
+        if not share or step % CHECK_STRIDE_STEPS:
             return {}
         # With several epochs a segment comes again, as the same object.
         items = {id(item.trajectory): item for item in itertools.chain(*mini_batches)}
@@ -150,7 +150,7 @@ class SightCheck:
             turn_counts[segment.id] += len(segment.sampled_turns)
             tokens += _length(segment)
         # Each is scored twice.
-        probes = drawn(candidates, share * STEPS_PER_CHECK * tokens / 2, self._seed)
+        probes = drawn(candidates, share * CHECK_STRIDE_STEPS * tokens / 2, self._seed)
         # Scoring gathers weights on all ranks, so they decide together whether any has a turn.
         (most,) = total([len(probes)], self._device, dist.ReduceOp.MAX)
         if not most:

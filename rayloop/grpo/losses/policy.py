@@ -125,15 +125,25 @@ class PolicyLoss:
         weights, surrogate = self._weights_and_surrogate(inputs, tokens, elsewhere)
         # Tokens that were not chosen stay in the denominator (arXiv:2506.01939).
         rl = weights.weight * (surrogate.loss if chosen is None else surrogate.loss * chosen)
-        if self.coefficients.entropy > 0 and entropy is not None:
-            # A trajectory that is left out counts in no term, the bonus included.
-            rl = rl - self.coefficients.entropy * entropy * ~weights.left_out
         perception_kl = None
         if masked_logprobs is not None:
             perception_kl = _perception_kl(logprobs, masked_logprobs)
-            rl = rl + self._perception(perception_kl, entropy) * ~weights.left_out
+        rl = self._with_terms(rl, entropy, perception_kl, weights.left_out)
         metrics = _metrics(inputs, old_logprobs, weights, surrogate, lag, perception_kl)
         return PerToken(rl, self._kl(inputs, weights), -logprobs, metrics)
+
+    def _with_terms(
+        self, rl: Tensor, entropy: Tensor | None, perception_kl: Tensor | None, left_out: Tensor
+    ) -> Tensor:
+        """The losses [N] with the terms of entropy and perception.
+
+        A trajectory that is left out counts in no term, the bonus included.
+        """
+        if self.coefficients.entropy > 0 and entropy is not None:
+            rl = rl - self.coefficients.entropy * entropy * ~left_out
+        if perception_kl is not None:
+            rl = rl + self._perception(perception_kl, entropy) * ~left_out
+        return rl
 
     def _with_kl_reward(
         self,

@@ -18,7 +18,7 @@ import pytest
 
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 from rayloop.core.files import kind_of, sync, write_whole
-from rayloop.core.signals import STOP, StopSignals, handling
+from rayloop.launch.signals import STOP, StopSignals, handling
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -136,7 +136,7 @@ def test_a_closed_terminal_counts_once_and_what_nohup_ignores_stays_ignored() ->
 
 CLOSED = """
 import os, signal, sys, time
-from rayloop.core.signals import STOP, StopSignals, handling
+from rayloop.launch.signals import STOP, StopSignals, handling
 from rayloop.view.progress import Progress
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.setsid()

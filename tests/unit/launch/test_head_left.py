@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from rayloop.core.failures import START_AGAIN_EXIT_CODE
-from rayloop.core.signals import StopSignals
 from rayloop.launch import node, rendezvous, restarts, slurm_job
 from rayloop.launch.rendezvous import (
     HEAD_LOST_AFTER_S,
@@ -24,6 +23,7 @@ from rayloop.launch.rendezvous import (
     Rendezvous,
     Unpublished,
 )
+from rayloop.launch.signals import StopSignals
 
 
 class Stage:

@@ -62,7 +62,7 @@ def test_a_signal_reaches_the_program(number: int) -> None:
 
 ADOPTED = """
 import subprocess, time, psutil
-from rayloop.core.signals import StopSignals
+from rayloop.launch.signals import StopSignals
 from rayloop.launch import node
 from rayloop.sandbox.kernel import adopt_orphans
 

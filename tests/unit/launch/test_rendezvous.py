@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.signals import StopSignals, handling
 from rayloop.launch import node, rendezvous, restarts, slurm_job
 from rayloop.launch.network import NoFreePorts, block, port_range
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
 from rayloop.launch.restarts import FIRST_PAUSE_S, MAX_PAUSE_S
+from rayloop.launch.signals import StopSignals, handling
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from rayloop.core.signals import StopSignals
 from rayloop.launch import node, ray_process, rendezvous, slurm_job
 from rayloop.launch.network import Ports
 from rayloop.launch.rendezvous import Rendezvous
+from rayloop.launch.signals import StopSignals
 
 SAVES = """
 import pathlib, signal, sys, time
