@@ -165,9 +165,9 @@ def test_trained_and_dropped_groups_are_recorded_in_turn(tmp_path: Path) -> None
     )
     driver.rollouts, driver.runner = RolloutManager(), SimpleNamespace(metrics=dict)
     driver.rollouts.alarms = SimpleNamespace(
-        step=lambda _: None, unseen=False, recorded=lambda _: None
+        step=lambda _: None, looked=lambda _: None, unseen=False, recorded=lambda _: None
     )
-    driver.reporter = SimpleNamespace(step=lambda *_: {}, updates=[])
+    driver.reporter = SimpleNamespace(step=lambda *_: {}, updates=[], sight={})
     recorded = list[int]()
 
     async def dump(groups: Any, step: int) -> list[Any]:

@@ -79,8 +79,10 @@ def alarms(folder: Path, dropout: float, heard: list[Any]) -> Alarms:
         settings(folder, folder, policy__engine__lora={"dropout": dropout})
     )
     reporter: Any = SimpleNamespace(event=heard.append, bad_row=None)
-    blame: Any = None
-    return RolloutManager(config, Ledger(), training_rows(config, reporter), reporter, blame).alarms
+    history: Any = SimpleNamespace(lost_episodes=None)
+    return RolloutManager(
+        config, Ledger(), training_rows(config, reporter), reporter, history
+    ).alarms
 
 
 def sampled(item: TrainItem, logprobs: np.ndarray) -> TrainItem:

@@ -336,8 +336,8 @@ class Actor:
             if a.payload.lost or (a.ref_logprobs is not None and a.ref_logprobs.lost)
         ]
 
-    def do_train(self) -> tuple[dict[str, float], dict[Any, Any]]:
-        return {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0}, {}
+    def do_train(self) -> tuple[dict[str, float], dict[Any, Any], dict[Any, Any]]:
+        return {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0}, {}, {}
 
     def do_compare(
         self, payloads: Sequence[Object], *, swap_images: bool

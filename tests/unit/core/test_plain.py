@@ -258,6 +258,7 @@ OF_THE_PROCESS = {
     "ReadyGroups": {"settings", "ledger", "_counted_groups", "_survivors", "_fresh", "_fresh_for"},
     "FinishedGroups": {"ledger", "ready", "alarms", "history", "_injected"},
     "Alarms": {
+        "lost_episodes",
         "settings",
         "_reward",
         "_emit",
@@ -277,7 +278,7 @@ OF_THE_PROCESS = {
     },
     "Collapse": {"_settings", "_last", "_watched"},
     "Sight": set(),
-    "FailureHistory": {"_settings", "successes", "_groups", "processes"},
+    "FailureHistory": {"_settings", "successes", "_groups", "processes", "lost_episodes"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},
     "AcceptanceRate": {"_memory", "_floor"},
     "TaskCursor": {"_count", "_seed", "_shuffle", "_tiers"},

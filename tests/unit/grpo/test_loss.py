@@ -209,7 +209,7 @@ def test_a_term_without_its_input_is_an_error() -> None:
     zeros = torch.zeros(2)
     with pytest.raises(ValueError, match="kl_coef"):
         policy_loss(zeros, zeros, zeros, zeros, PpoLoss(kl_coef=0.1))
-    with pytest.raises(ValueError, match="entropy_coef"):
+    with pytest.raises(ValueError, match="entropy term"):
         policy_loss(zeros, zeros, zeros, zeros, PpoLoss(entropy_coef=0.1))
 
 

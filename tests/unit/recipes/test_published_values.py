@@ -43,6 +43,7 @@ OURS_ALONE = {
     "policy.loss.kind": "ppo",
     "policy.loss.kl": "k3",
     "policy.loss.top_entropy_quantile": 1.0,
+    "policy.loss.perception": None,
     "evaluation.limit": None,
     "evaluation.patience": None,
     "evaluation.over": {},
