@@ -71,7 +71,7 @@ class AlarmSettings(CollapseSettings):
     flags: ClassVar[dict[str, Limit]] = FLAGS
     """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named."""
     infrastructure: ClassVar[Limit] = Limit(warn=0.1)
-    """Of the last 512 episodes, each attempt counted, those that infrastructure took.
+    """The share of the last 512 episodes that infrastructure took; each attempt counts.
 
     ``unscored`` sees only those of which no further attempt succeeded.
     """

@@ -36,7 +36,7 @@ PLAY_TIMEOUT_S = 3600.0
 class Episode:
     """A dialogue that was played, with the engine's log-probs in its sampled turns.
 
-    ``missing``: turns for which there was no room.
+    ``missing``: how many turns did not fit.
     """
 
     axis: Axis

@@ -95,7 +95,7 @@ def test_hostile_answers_are_scored_and_a_judge_that_is_away_is_not() -> None:
         scored(made)
         ends[made.end_reason] += 1
     assert set(ends) == {EndReason.DONE, EndReason.ACTION_ERROR}, ends
-    with pytest.raises(EnvironmentFailed, match="the judge is away"):
+    with pytest.raises(EnvironmentFailed, match="the judge does not answer"):
         played(KIND, {**contract, "index": 9}, lambda _: "ConnectionError: not mine")
 
 

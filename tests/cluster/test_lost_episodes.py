@@ -15,7 +15,7 @@ MASKED = {
     "reward": 0.0,
     "mask_sample": True,
     "failure_kind": "judge_failed",
-    "failure_reason": "the judge is away",
+    "failure_reason": "the judge does not answer",
 }
 
 
@@ -64,6 +64,6 @@ def test_a_failing_server_is_an_alarm_and_never_a_reward(
     alarms = [event for event in run.events if event["event"] == "alarm"]
     [alarm] = [event for event in alarms if event["alarm"] == "infrastructure"]
     assert f"server {server}" in alarm["why"]
-    assert "judge_failed: the judge is away" in alarm["why"]
+    assert "judge_failed: the judge does not answer" in alarm["why"]
     failed = [event for event in run.events if event["event"] == "episode_failed"]
     assert {(event["cause"], event["server"]) for event in failed} == {("grader", url)}

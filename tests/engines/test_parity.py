@@ -209,7 +209,7 @@ def lora_scale(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def swapped_norms(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Of queries and keys."""
+    """Exchanges the norms of queries and keys."""
 
     def swapped(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {
@@ -374,7 +374,7 @@ def test_another_trainer_s_log_probs_are_a_third_column(
 
     file = edited(case, tmp_path, add)
     code, found = parity(capsys, str(qwen3_vl), "--check", str(file))
-    assert code == 0, "it is no verdict on the engine"
+    assert code == 0, "the other trainer does not change the verdict on the engine"
     assert found["total"]["theirs"]["mean"] == pytest.approx(0.01, abs=1e-5)
     assert main(["parity", str(qwen3_vl), "--check", str(file)]) == 0
     table = capsys.readouterr().out.splitlines()

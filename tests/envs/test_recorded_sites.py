@@ -1,4 +1,4 @@
-"""A site of our own that is recorded, and replayed when it is gone: redirects, a login by cookie,
+"""A site of our own that is recorded, and replayed when its server has stopped: redirects, a login by cookie,
 scripts, requests with times in their addresses, a clock and random numbers.
 """
 
@@ -179,13 +179,13 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
-    """A site that is gone, its recording, and what a visit while it lasted saw."""
+    """The address of a site whose server has stopped, its recording, and what a visit saw."""
     folder = tmp_path_factory.mktemp("recordings") / "shop"
     with shop() as site:
         return site, folder, visit(site, record=str(folder))
 
 
-def test_a_site_that_is_gone_is_the_same_page_by_page(
+def test_a_site_whose_server_has_stopped_is_the_same_page_by_page(
     recording: tuple[str, Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site, folder, (screens, texts, _) = recording

@@ -216,7 +216,7 @@ def bound_of_top(entropy: Sequence[float], share: float) -> float:
 
 
 def perception(c: Tensor, masked: Tensor, entropy: Tensor, coef: float, eta: float) -> Tensor:
-    """Of one token: minus gamma times the KL to the policy that sees masked pictures, plus eta times
+    """The term of one token: minus gamma times the KL to the policy that sees masked pictures, plus eta times
     the entropy. The KL is estimated from the sampled token as in the authors' script, at most 10; the
     masked policy is a constant, and so is its own entropy, which is left out.
     """

@@ -128,7 +128,7 @@ class FsdpEngine:
 
         self._sight = SightCheck(self._collator, self._score, seed, self._device)
         self.sight: Mapping[TrajectoryId, TurnChanges] = {}
-        """Of some turns of the last ``train``, under the weights before its first update."""
+        """Changes of some turns of the last ``train``, by the weights before its first update."""
 
         # With the same seed, dropout would leave out the same places on each rank.
         torch.manual_seed(derive(seed, "trainer", rank))

@@ -26,7 +26,7 @@ class Contract(vf.Env[ContractConfig]):
             await talk.turn()
         said = talk.trace.last_reply
         if "down" in task.data.prompt:
-            raise ConnectionError("the judge is away")
+            raise ConnectionError("the judge does not answer")
         try:
             json.loads(said)["sum"]
         except (ValueError, TypeError, KeyError) as error:

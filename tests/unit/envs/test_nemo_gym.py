@@ -77,10 +77,10 @@ def test_another_row_is_refused(row: dict[str, Any], why: str) -> None:
 
 def test_a_masked_answer_is_never_a_reward(served: Served) -> None:
     answers, environment = served
-    masked = {"reward": 0.0, "mask_sample": True, "failure_reason": "the sandbox is away"}
+    masked = {"reward": 0.0, "mask_sample": True, "failure_reason": "the sandbox does not answer"}
     answers.by_path["/verify"] = (200, masked)
     environment.reset(task(ROW))
-    with pytest.raises(EnvironmentFailed, match="other: the sandbox is away"):
+    with pytest.raises(EnvironmentFailed, match="other: the sandbox does not answer"):
         environment.evaluate()
 
 

@@ -21,7 +21,7 @@ def test_shares_are_split_by_cause_node_and_server() -> None:
     lost.failed(failure(Cause.HUNG), NODE)
     lost.failed(failure(Cause.BAD_DATA), NODE)
     lost.played(Scored(0.0), NODE)
-    lost.played(Unscored(UnscoredKind.REWARD_UNAVAILABLE, "the judge is away"), "")
+    lost.played(Unscored(UnscoredKind.REWARD_UNAVAILABLE, "the judge does not answer"), "")
     lost.played(Unscored(UnscoredKind.NOT_APPLICABLE), "")
     lost.played(Scored(1.0), "")
     lost.played(Scored(1.0), "")

@@ -125,7 +125,7 @@ def test_a_filter_that_asks_for_advantages_says_when_there_are_none() -> None:
 
 
 def test_turns_that_share_a_state_are_counted_beside_the_first_ones() -> None:
-    """Of three and one later turns two share a screen; the first turn of both began at the prompt."""
+    """Two of four later turns share a screen; the first turn of both began at the prompt."""
 
     def shared(*states: tuple[str, ...]) -> dict[str, float]:
         made = [
@@ -141,7 +141,7 @@ def test_turns_that_share_a_state_are_counted_beside_the_first_ones() -> None:
 
 def test_an_environment_that_repeats_has_the_same_states_after_the_same_actions() -> None:
     def repeated(*played: tuple[str, str]) -> float | None:
-        """Of members with these states and actions, a letter each."""
+        """The share for members with these states and actions, a letter each."""
         made = [
             make_member(
                 TrajectoryId(0, i),
