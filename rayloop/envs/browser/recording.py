@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -76,12 +76,16 @@ class Request(BaseModel):
         """What it is found by, from the narrowest to the widest.
 
         First with the cookies; then without, since another episode's session has others; then with
-        times left out of the address, which a page may add to each request.
+        times left out of the address, which a page may add to each request. A page's clock repeats
+        its seconds and not its milliseconds: by an exact time, a request could find the answer of
+        another page that asked at the same millisecond.
         """
-        timeless = _without_times(self.url.encode(), moment).decode()
+        url = self.url.encode()
+        to_the_second = _with_times(url, moment, _second).decode()
+        timeless = _with_times(url, moment, _nothing).decode()
         return [
-            ("cookies", self.method, self.url, self.sent, self.cookies),
-            ("address", self.method, self.url, self.sent),
+            ("cookies", self.method, to_the_second, self.sent, self.cookies),
+            ("address", self.method, to_the_second, self.sent),
             ("timeless", self.method, timeless, self.sent),
         ]
 
@@ -113,7 +117,7 @@ class Recording:
 
     def request(self, method: str, url: str, sent: bytes, cookies: str) -> Request:
         """Return a request as it is recorded; times in its body do not count."""
-        body = _without_times(sent, self.moment)
+        body = _with_times(sent, self.moment, _nothing)
         return Request(method=method, url=url, sent=_hash(body), cookies=_hash(cookies.encode()))
 
     def find(self, request: Request, seen: Counter[Key]) -> SiteAnswer | None:
@@ -246,15 +250,26 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest() if data else ""
 
 
-def _without_times(text: bytes, moment: int) -> bytes:
-    """The text without times near ``moment`` (seconds or milliseconds) and without drawn numbers.
+def _second(time_in_seconds: float) -> bytes:
+    return str(int(time_in_seconds)).encode()
 
-    A page that adds them asks for another address each time.
+
+def _nothing(_: float) -> bytes:
+    return b""
+
+
+def _with_times(text: bytes, moment: int, written: Callable[[float], bytes]) -> bytes:
+    """The text with its times near ``moment`` as ``written`` has them, and without drawn numbers.
+
+    A time is a number of seconds or milliseconds. A page that adds times or drawn numbers asks for
+    another address each time.
     """
 
-    def blanked(number: re.Match[bytes]) -> bytes:
+    def replaced(number: re.Match[bytes]) -> bytes:
         value = float(number[0])
-        is_time = any(abs(value / unit - moment) < CLOCK_SPREAD_S for unit in (1, 1000))
-        return b"TIME" if is_time else number[0]
+        for seconds in (value, value / 1000):
+            if abs(seconds - moment) < CLOCK_SPREAD_S:
+                return b"TIME" + written(seconds)
+        return number[0]
 
-    return _NUMBER.sub(blanked, _DRAWN.sub(b"DRAWN", text))
+    return _NUMBER.sub(replaced, _DRAWN.sub(b"DRAWN", text))
