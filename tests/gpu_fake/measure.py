@@ -59,7 +59,7 @@ class Images:
     def __init__(self, numbers: int) -> None:
         self._numbers = numbers
 
-    def pixels(self, ref: Any, data: bytes | None = None) -> Tensor:
+    def pixels(self, ref: Any, data: bytes | None = None, mask: int | None = None) -> Tensor:
         """[patches, numbers] of zeros."""
         return torch.zeros(1, self._numbers).expand(ref.grid[1] * ref.grid[2], -1)
 
