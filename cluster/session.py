@@ -23,7 +23,7 @@ from ray.exceptions import AuthenticationError
 from rayloop.core.failures import ConfigError, MachineFailed, ResourcesUnavailable
 from rayloop.engines.machine import needs_linux, open_files
 from rayloop.launch.network import unreachable
-from rayloop.launch.ray_process import LOGS, end, keep
+from rayloop.launch.ray_process import LOGS, await_end, end, keep, with_descendants
 from rayloop.launch.ray_variables import OBJECT_STORE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -67,17 +67,23 @@ def session(
         atexit.register(clean)
         cpus = max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0)))
         custom = {name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")}
+        earlier_children = set(psutil.Process().children())
         try:
             start(folder, store=store, num_cpus=cpus, resources=custom, namespace=namespace)
         except MachineFailed as error:
             _keep_logs(Path(folder), logs)
             error.add_note(f"Ray's own words are in {logs / 'ray'}")
             raise
+        daemons = set(psutil.Process().children()) - earlier_children
         try:
             yield
         finally:
+            # Asked now: what a daemon started has another parent once the daemon has ended.
+            processes = with_descendants(daemons)
             ray.shutdown()
             _keep_logs(Path(folder), logs)
+            # One that lives a moment longer would make its folder again after the removal.
+            await_end(processes)
             atexit.unregister(clean)
 
 

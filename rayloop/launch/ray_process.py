@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ DRAIN_TIMEOUT_S = 5
 Ray's default, 30, is all that Slurm allows before SIGKILL.
 """
 END_TIMEOUT_S = 5.0
+OWN_END_TIMEOUT_S = 20.0
+"""Seconds in which Ray's agents and workers notice that their daemon has ended, and end too."""
 """Seconds that Ray then gets to end by itself."""
 MAX_PATH_CHARACTERS = 40
 """Characters of the temporary folder.
@@ -161,11 +163,16 @@ def ray_node(
 
 def _end_descendants(spared: set[psutil.Process]) -> None:
     """Kill this process's children and their descendants, except the ``spared`` children."""
+    end(with_descendants(set(psutil.Process().children()) - spared))
+
+
+def with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes and their descendants, without those that have ended."""
     processes: list[psutil.Process] = []
-    for process in set(psutil.Process().children()) - spared:
+    for process in roots:
         with suppress(psutil.NoSuchProcess):
             processes += [process, *process.children(recursive=True)]
-    end(processes)
+    return processes
 
 
 def end(processes: Sequence[psutil.Process]) -> None:
@@ -174,6 +181,12 @@ def end(processes: Sequence[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
+
+
+def await_end(processes: Sequence[psutil.Process]) -> None:
+    """Wait until processes have ended by themselves, and kill those that have not in time."""
+    _, living = psutil.wait_procs(processes, timeout=OWN_END_TIMEOUT_S)
+    end(living)
 
 
 def started(

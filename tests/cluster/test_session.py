@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import errno
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rayloop.cluster import session
 from rayloop.core.failures import ConfigError, MachineFailed, Preempted, StorageFailed
+from rayloop.launch import ray_process
 from rayloop.launch.ray_process import LOGS
 from rayloop.run import place
 from rayloop.run.place import findable
+from tests.support.runs import eventually
 
 SLOW = (
     "The current node timed out during startup. This could happen because some of the raylet failed"
@@ -92,6 +96,36 @@ def test_the_logs_of_a_failed_start_are_kept(
     with pytest.raises(MachineFailed), session.session({}, None, str(tmp_path), tmp_path / "logs"):
         pass
     assert (tmp_path / "logs/ray/gcs_server.out").read_text(encoding="utf-8") == "no room"
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["a moment later", "never"])
+def test_an_agent_that_outlives_its_daemon_leaves_no_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    daemons: list[subprocess.Popen[bytes]],
+    ends: bool,
+) -> None:
+    """The agent makes its folder again after Ray's shutdown, and then ends or does not."""
+    monkeypatch.setattr(ray_process, "OWN_END_TIMEOUT_S", 3.0)
+    folders: list[Path] = []
+
+    def init(**options: Any) -> None:
+        folders.append(Path(options["_temp_dir"]) / "session")
+        lasts = "" if ends else "; sleep 60"
+        agent = f"(sleep 1; mkdir -p {folders[0]}{lasts}) & wait"
+        daemons.append(subprocess.Popen(["bash", "-c", agent]))
+
+    def shutdown() -> None:
+        daemons[0].kill()
+        daemons[0].wait()
+
+    monkeypatch.setattr(session.ray, "init", init)
+    monkeypatch.setattr(session.ray, "shutdown", shutdown)
+    with session.session({}, None, str(tmp_path), tmp_path / "logs"):
+        # The daemon has started its agent.
+        eventually(lambda: bool(psutil.Process(daemons[0].pid).children()), "an agent", 10)
+    time.sleep(1.5)
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_failure_is_not_tried_again(
