@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rayloop.cluster.loop import weight_sync
+from rayloop.core.deadlines import CALL_FACTOR
 from rayloop.core.failures import PolicyLost, WeightSyncError
 from rayloop.core.types import Version
 from tests.support.clusters import private_ray
@@ -186,13 +187,20 @@ def test_a_receiver_that_hangs_is_replaced_after_a_multiple_of_the_last_broadcas
     stage = Stage(tmp_path, 2, COLLECTIVE, timeout=300.0)
 
     async def play() -> None:
-        await stage.sync_weights(1)
-        await stage.sync_weights(2)
+        durations = []
+        for step in (1, 2):
+            began = time.monotonic()
+            await stage.sync_weights(step)
+            durations.append(time.monotonic() - began)
         os.kill(await stage.pool.workers[2].handle.health.remote(), signal.SIGSTOP)
         began = time.monotonic()
         await stage.sync_weights(3)
-        print(f"{time.monotonic() - began:.1f} s until the others have the weights")
-        assert time.monotonic() - began < 30.0, "not the 60 s of a wait, nor the 300 of a load"
+        seconds = time.monotonic() - began
+        print(f"{seconds:.1f} s until the others have the weights, after {durations}")
+        # A busy machine's broadcasts are slow, and so is what the others do after the limit.
+        limit = max(6.0, CALL_FACTOR * max(durations))
+        afterwards = 24.0 + 2 * max(durations)
+        assert seconds < limit + afterwards, "not the 60 s of a wait, nor the 300 of a load"
         [failed], [lost] = stage.named("broadcast_failed"), stage.named("worker_lost")
         assert (failed["version"], lost["worker"]) == ("0.3", 2)
         assert (await stage.seen())[0] == [1, 2, 3]
