@@ -58,8 +58,8 @@ from rayloop.run.demand import bundles, total
 from rayloop.run.folder import is_answer, make_folder
 from rayloop.run.held_out import AnswerRequest, answer_requests, blind, read_items
 from rayloop.run.lifetime import EvaluationSettings, right
-from rayloop.run.numbers.conditions import conditions
 from rayloop.run.preflight import Prepared
+from rayloop.run.protocols.conditions import conditions
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import JsonLines
 from rayloop.run.records.rollouts import RolloutDump

@@ -50,10 +50,10 @@ from rayloop.run.demand import bundles, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import ResumeRefused
 from rayloop.run.identity import check as check_fit
-from rayloop.run.numbers.conditions import held_out_protocol
 from rayloop.run.origin import Origin
 from rayloop.run.place import STARTED_IN, findable, namespace
 from rayloop.run.preflight import Prepared, doubtful_settings
+from rayloop.run.protocols.conditions import held_out_protocol
 from rayloop.run.reporter import failure
 from rayloop.view.formatting import describe, sampled
 from rayloop.view.pictures import draw_or_emit

@@ -16,8 +16,8 @@ from rayloop.core.model_files import ADAPTERS, Resolved, Stored, are_adapters, h
 from rayloop.core.types import Version
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore, complete
 from rayloop.run.config import RunConfig
-from rayloop.run.numbers.card import write_card
 from rayloop.run.place import from_start, started_in
+from rayloop.run.protocols.model_card import write_card
 
 
 def export(source: Path, out: Path, dtype: str) -> int:

@@ -18,8 +18,8 @@ from rayloop.cluster.stages import evaluate as stage
 from rayloop.measure.controls import Item
 from rayloop.measure.protocol import hash_of, read
 from rayloop.run.held_out import AnswerRequest
-from rayloop.run.numbers import conditions as found
 from rayloop.run.preflight import Prepared
+from rayloop.run.protocols import conditions as found
 from rayloop.run.records.jsonl import JsonLines
 from tests.support.runs import settings
 

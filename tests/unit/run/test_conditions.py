@@ -19,9 +19,9 @@ from rayloop.measure.protocol import differences, hash_of
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
-from rayloop.run.numbers.card import write_card
-from rayloop.run.numbers.conditions import conditions, held_out_protocol
 from rayloop.run.preflight import prepare
+from rayloop.run.protocols.conditions import conditions, held_out_protocol
+from rayloop.run.protocols.model_card import write_card
 from tests.support.runs import settings
 
 
