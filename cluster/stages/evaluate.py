@@ -59,7 +59,7 @@ from rayloop.run.folder import is_answer, make_folder
 from rayloop.run.held_out import AnswerRequest, answer_requests, blind, read_items
 from rayloop.run.lifetime import EvaluationSettings, right
 from rayloop.run.preflight import Prepared
-from rayloop.run.protocols.conditions import conditions
+from rayloop.run.protocols.conditions import code, conditions
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import JsonLines
 from rayloop.run.records.rollouts import RolloutDump
@@ -106,6 +106,8 @@ def evaluate(
     identity = _evaluation_identity(prepared, data, measured.retries)
     # More samples may be added to a folder later.
     identity["protocol"] = hash_of({**parts, "attempts": {}})
+    # A number is of one code, which is recorded with it.
+    identity["code"] = code()["source"]
     items, reason = _played(
         prepared, out, answers, identity, measured.retries, address=address, temporary=temporary
     )
@@ -121,7 +123,7 @@ def evaluate(
         lines.append(f"the first without a score: {reason}")
     result = number(identity["weights"], items)
     if published is not None:
-        lines += published.comparison(parts, result, items)
+        lines += published.comparison(parts, code(), result, items)
     if file is not None and not file.exists():
         lines.append(_published(file, prepared, parts, measured, result, unscored))
     print("\n".join(lines))
@@ -184,7 +186,7 @@ def _published(
     again = measured.model_copy(update={"config": config})
     with needed(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write(file, parts, again, result)
+        write(file, parts, code(), again, result)
     return f"protocol {hash_of(parts)} and number: {file}"
 
 

@@ -5,10 +5,11 @@ One JSON file, which ``eval --protocol`` writes and ``eval --like`` runs again.
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,7 +19,12 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.files import content, write_whole
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, Pair, of_arm, pairs
 
-SCHEMA = "rayloop-protocol/1"
+SCHEMA = "rayloop-protocol/2"
+FIRST_SCHEMA = "rayloop-protocol/1"
+"""The schema of files in which the code is a part of the protocol, by the name CODE."""
+CODE = "rayloop"
+QUESTION_TIMEOUT_S = 30.0
+"""Seconds in which a program says its version, or lists the fonts."""
 MAX_FILE_BYTES = 32 << 20
 ARMS = (RIGHT, SAMPLED)
 """The arms whose scores are a number: with the right image, greedy or sampled."""
@@ -26,7 +32,9 @@ UNKNOWN = "nothing"
 """The value of a part that one of two protocols lacks."""
 
 Parts = Mapping[str, Any]
-"""What a number depends on, by name; plain data."""
+"""What decides a number, by name; plain data."""
+Code = Mapping[str, str]
+"""The code that measured: ``version``, ``commit`` and ``source``, which is a hash of its files."""
 
 
 class _Strict(BaseModel):
@@ -73,11 +81,13 @@ class ProtocolFile(_Strict):
     """The content of a protocol's file.
 
     ``hash`` is over ``protocol``, and names it; ``checksum`` is over all the rest of the file.
+    ``code`` is recorded, and is not a part: a commit does not make another protocol.
     """
 
-    schema_name: Literal["rayloop-protocol/1"] = Field(alias="schema")
+    schema_name: str = Field(alias="schema")
     hash: str
     protocol: dict[str, Any]
+    code: dict[str, str] = {}
     measured: Measurement
     number: MeasuredNumber
     checksum: str
@@ -87,6 +97,17 @@ def hash_of(value: Any) -> str:
     """16 hex digits of SHA-256 over the value as JSON with sorted keys and no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def printed(*command: str) -> list[str]:
+    """Return the lines that a program prints; none where it cannot be asked."""
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=QUESTION_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return result.stdout.splitlines()
 
 
 def number(weights: str, items: Iterable[Item]) -> MeasuredNumber:
@@ -100,12 +121,15 @@ def number(weights: str, items: Iterable[Item]) -> MeasuredNumber:
     return MeasuredNumber(weights=weights, answers=answers)
 
 
-def write(file: Path, parts: Parts, measured: Measurement, result: MeasuredNumber) -> None:
+def write(
+    file: Path, parts: Parts, code: Code, measured: Measurement, result: MeasuredNumber
+) -> None:
     """Write the file, whole or not at all. Raises OSError."""
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "hash": hash_of(parts),
         "protocol": dict(parts),
+        "code": dict(code),
         "measured": measured.model_dump(),
         "number": result.model_dump(),
     }
@@ -136,7 +160,7 @@ def read(file: Path) -> ProtocolFile:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not a protocol's file: {error}") from error
     name = record.get("schema") if isinstance(record, dict) else None
-    if name != SCHEMA:
+    if name not in (FIRST_SCHEMA, SCHEMA):
         raise ConfigError(
             f"{file} has the schema {short(name)}, and this version of rayloop reads {SCHEMA}:"
             " use the version that wrote it, or measure again with --protocol"
@@ -148,12 +172,14 @@ def read(file: Path) -> ProtocolFile:
         place = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{file} is not a protocol's file: {place}: {first['msg']}") from error
     rest = {key: value for key, value in record.items() if key != "checksum"}
-    if hash_of(rest) != published.checksum or hash_of(published.protocol) != published.hash:
+    if hash_of(rest) != published.checksum:
         raise ConfigError(
             f"{file} was edited after it was written: its content has another hash. Take it as it"
             " was published, and change a part on the command line: --like FILE key.sub=value"
         )
-    return published
+    # Without the code, a protocol of the first schema has the hash that it has today.
+    code = published.protocol.pop(CODE, published.code)
+    return published.model_copy(update={"hash": hash_of(published.protocol), "code": code})
 
 
 def differences(then: Parts, now: Parts) -> dict[str, tuple[Any, Any]]:
@@ -185,13 +211,19 @@ class Published:
                     " --like FILE and --data FILE or key.sub=value"
                 )
 
-    def comparison(self, parts: Parts, now: MeasuredNumber, items: Sequence[Item]) -> Iterator[str]:
-        """Lines on the parts that differ, and on the paired differences of the scores."""
+    def comparison(
+        self, parts: Parts, code: Code, now: MeasuredNumber, items: Sequence[Item]
+    ) -> Iterator[str]:
+        """Lines on the parts and code that differ, and on the paired differences of the scores."""
         changes = differences(self.then.protocol, parts)
         which = "another protocol. Parts that differ:" if changes else "the same protocol"
         yield f"compared with {self.file}, {self.then.hash}, by {which}"
         for key, (old, new) in changes.items():
             yield f"  {key}: {short(old)} -> {short(new)}"
+        then = self.then.code
+        # Two commits of the same source do not differ.
+        if then.get("source") != code["source"]:
+            yield f"the code differs: {' '.join(then.values())} -> {' '.join(code.values())}"
         weights = "the same" if now.weights == self.then.number.weights else "other"
         yield f"{weights} weights, paired by task:"
         before = [answer.item for answer in self.then.number.answers]

@@ -114,6 +114,57 @@ def test_the_parts_that_differ_are_named_and_no_others(
     ]
 
 
+def test_other_code_is_named_and_is_not_another_protocol(
+    published: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = found.code()
+    assert read(published).code == now
+    changed = {**now, "commit": "c0ffee", "source": "5eed"}
+    monkeypatch.setattr(stage, "code", lambda: changed)
+    assert again(published) == 0
+    text = capsys.readouterr().out
+    assert "by the same protocol\n" in text
+    assert f"\nthe code differs: {' '.join(now.values())} -> {' '.join(changed.values())}\n" in text
+    # Another commit with the same source is the same code.
+    monkeypatch.setattr(stage, "code", lambda: {**now, "commit": "c0ffee"})
+    assert again(published) == 0
+    assert "the code differs" not in capsys.readouterr().out
+
+
+def test_answers_of_other_code_are_not_mixed_into_a_folder(
+    published: Path,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["eval", str(config), "--out", str(tmp_path / "first")]
+    assert main(command) == 0
+    monkeypatch.setattr(stage, "code", lambda: {**found.code(), "source": "5eed"})
+    assert main(command) == 2
+    assert "first holds an evaluation with another code" in capsys.readouterr().err
+
+
+def test_a_file_that_has_the_code_as_a_part_is_repeated(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads(published.read_text(encoding="utf-8"))
+    name = record["hash"]
+    code = record.pop("code")
+    del code["commit"]
+    record["schema"] = "rayloop-protocol/1"
+    record["protocol"]["rayloop"] = {**code, "source": "5eed"}
+    record["hash"] = hash_of(record["protocol"])
+    del record["checksum"]
+    record["checksum"] = hash_of(record)
+    file = tmp_path / "older.json"
+    file.write_text(json.dumps(record), encoding="utf-8")
+    assert again(file) == 0
+    text = capsys.readouterr().out
+    assert f"compared with {file}, {name}, by the same protocol" in text
+    assert f"the code differs: {code['version']} 5eed -> " in text
+
+
 def test_a_file_that_is_there_must_have_the_same_protocol(
     published: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,6 @@ The actions of a turn go to the page, and its screenshot comes back.
 import dataclasses
 import hashlib
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +23,10 @@ from rayloop.envs.browser.sites import recording_of
 from rayloop.envs.browser.tab import Files, PageHangs, PageTooLarge, Screen, Size, Tab
 from rayloop.envs.grammar.actions import Action, CallUser, Finish, GoBack, Mark, OpenUrl, Point
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
+from rayloop.measure.protocol import printed
 
 MAX_TREE_CHARACTERS = 20_000
 """Characters of an accessibility tree; the rest is cut."""
-QUESTION_TIMEOUT_S = 30.0
-"""Seconds in which a program says its version, or lists the fonts."""
 ELEMENTS = (Path(__file__).parent / "elements.js").read_text(encoding="utf-8")
 
 
@@ -90,9 +88,9 @@ class PageEnvironment(ScreenEnvironment):
     @classmethod
     def protocol_parts(cls, settings: PageSettings) -> dict[str, Any]:
         """Return what the pixels of a page depend on besides its settings: browser and fonts."""
-        fonts = sorted(_printed("fc-list", "--format", "%{family} %{style} %{fontversion}\n"))
+        fonts = sorted(printed("fc-list", "--format", "%{family} %{style} %{fontversion}\n"))
         digest = hashlib.sha256("\n".join(fonts).encode()).hexdigest()[:16]
-        version = " ".join(_printed(settings.browser.program, "--version"))
+        version = " ".join(printed(settings.browser.program, "--version"))
         return {
             "browser": {
                 "version": version.strip() or "unknown",
@@ -248,14 +246,3 @@ class PageEnvironment(ScreenEnvironment):
             **texts,
         }
         return tuple(parts[name] for name in self._settings.observe)
-
-
-def _printed(*command: str) -> list[str]:
-    """Return the lines that a program prints; none where it cannot be asked."""
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=QUESTION_TIMEOUT_S
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return result.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""What a number depends on: tasks, prompt, settings, judge, browser, packages.
+"""What decides a number: tasks, prompt, settings, judge, browser, packages; and by which code.
 
 No torch, no ray. It is what is found on the machine that runs the command.
 """
@@ -23,7 +23,7 @@ from rayloop.config.yaml_source import flat
 from rayloop.core.model_files import hashed
 from rayloop.core.types import ImageSource, Task
 from rayloop.data.cursor import evenly
-from rayloop.measure.protocol import Parts, hash_of
+from rayloop.measure.protocol import Code, Parts, hash_of, printed
 from rayloop.run.config import RunConfig
 from rayloop.run.preflight import Prepared
 
@@ -90,7 +90,6 @@ def conditions(
         "settings": _settings(config),
         **_of_components(config),
         "packages": dict(_packages()),
-        "rayloop": {"version": version("rayloop"), "source": _source()},
     }
     # As it is read from a file again.
     plain: Parts = json.loads(json.dumps(parts))
@@ -178,7 +177,11 @@ def _packages() -> Iterator[tuple[str, str]]:
 
 
 @cache
-def _source() -> str:
-    """A hash of the installed code: one version may have many states in a checkout."""
-    files = _below(Path(rayloop.__file__).parent)
-    return hashed(sorted(file for file in files if file.suffix in SOURCES))
+def code() -> Code:
+    """The installed code. ``commit`` is empty where that is not a checkout."""
+    package = Path(rayloop.__file__).parent
+    repository = package.with_name(".git")
+    commit = printed("git", "--git-dir", str(repository), "rev-parse", "--verify", "HEAD")
+    # One version and commit may have many states in a checkout.
+    files = sorted(file for file in _below(package) if file.suffix in SOURCES)
+    return {"version": version("rayloop"), "commit": "".join(commit), "source": hashed(files)}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import rayloop
 from rayloop.config.yaml_source import flat
 from rayloop.core.events import Evaluated, Start
 from rayloop.data.cursor import evenly
@@ -20,6 +23,7 @@ from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import prepare
+from rayloop.run.protocols import conditions as found
 from rayloop.run.protocols.conditions import conditions, held_out_protocol
 from rayloop.run.protocols.model_card import write_card
 from tests.support.runs import settings
@@ -57,6 +61,32 @@ def test_what_decides_answers_is_a_part_and_what_does_not_is_none(
         "settings.rollout.sampling.temperature",
         "settings.environment.episode.max_turns",
     }
+
+
+def test_code_is_described_with_the_commit_of_its_own_repository_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "repository"
+    package = repository / "site-packages" / "rayloop"
+    package.mkdir(parents=True)
+    module = package / "__init__.py"
+    module.write_text("")
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "Begin"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(rayloop, "__file__", str(module))
+    monkeypatch.setattr(found, "version", lambda _: "7.1")
+
+    # A repository that holds an installation is not the one of the code.
+    installed = found.code.__wrapped__()
+    assert installed == {"version": "7.1", "commit": "", "source": installed["source"]}
+
+    (repository / ".git").rename(package.with_name(".git"))
+    checkout = found.code.__wrapped__()
+    assert re.fullmatch("[0-9a-f]{40}", checkout["commit"])
+    assert checkout["source"] == installed["source"]
+    module.write_text("CHANGED = True")
+    assert found.code.__wrapped__()["source"] != installed["source"]
 
 
 def test_another_model_folder_with_the_same_prompt_is_the_same_protocol(
