@@ -259,6 +259,6 @@ def _causes(row: Row, number: int, picture: str, plays: Sequence[Play]) -> str:
     if row.turn > 1:
         return "the chat template of earlier turns, and the cache of prefixes: earlier turns agree"
     return (
-        "weights, tied heads, adapters, norms, a missing first token, the chat template: text"
-        " differs"
+        "weights, tied heads, adapters, norms, a missing first token, the chat template, log-probs"
+        " from before temperature and mask: text differs"
     )

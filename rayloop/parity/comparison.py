@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,9 @@ ROOM_AROUND_TOKENS = 160
 """Tokens around the filling text: the template, the question and a picture."""
 DIALOGUE_TOKENS = 16_384
 """Tokens of a dialogue beyond the largest depth, where the model's context has room for them."""
+NO_IMAGES = (
+    "only text was compared: images need --against and a vLLM server with --enable-scale-out"
+)
 GPU_SCALE = 4
 """Factor of the sides of pictures on a GPU: 896 pixels, as of a screen."""
 CPU_VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28}
@@ -90,7 +94,9 @@ def compare(arguments: argparse.Namespace) -> ParityReport:
     if arguments.against is not None:
         # A server that cannot be compared is refused before minutes are spent.
         server = OpenAiScorer(subject.settings, arguments.against, key="--against")
-    only_text = server is not None or arguments.engine not in ENGINES
+    only_text = arguments.engine not in ENGINES
+    if server is not None:
+        only_text = only_text or not server.takes_images
     coverage = _coverage(arguments, subject, only_text)
     settings = _engine(arguments.engine, dtype, coverage.room)
     sampling = subject.renderer.sampling(
@@ -104,8 +110,8 @@ def compare(arguments: argparse.Namespace) -> ParityReport:
         for episode in result.episodes
         if episode.missing and episode.play is Play.FIRST
     ]
-    if only_text:
-        notes.append("only text was compared: a server gets token ids alone")
+    if only_text and subject.renderer.image_token is not None:
+        notes.append(NO_IMAGES)
     origin = EngineOrigin(subject.name, arguments.engine, _versions(), result.attention, dtype)
     if arguments.save is not None:
         write_case(arguments.save, CaseFile(origin=origin, episodes=tuple(episodes)))
@@ -167,9 +173,15 @@ def _judged(
         rows=table,
         total=row_of(turns),
         agreement=agreement(table, limit),
-        seconds={"scoring": time.monotonic() - began, "of processors": time.process_time()},
+        seconds={"scoring": time.monotonic() - began, "of processors": _processor_seconds()},
         notes=notes,
     )
+
+
+def _processor_seconds() -> float:
+    """The seconds of processors of this process and of an engine's processes, which have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _coverage(arguments: argparse.Namespace, subject: Subject, only_text: bool) -> Coverage:

@@ -38,6 +38,8 @@ class Teacher:
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": name} for name in self.models]})
+        if request.url.path == "/inference/v1/generate":
+            return httpx.Response(404, json={"detail": "Not Found"})
         body = json.loads(request.content)
         assert body["model"] == "teacher"
         if request.url.path == "/tokenize":
@@ -140,7 +142,9 @@ def test_what_cannot_be_a_reference_is_refused(
     with pytest.raises(ConfigError, match=r"^reference\.path: .*HTTP 404"):
         score(tiny_text)
     with pytest.raises(
-        ConfigError, match=r"gets token ids alone, and trajectory .* has images\. Name a folder"
+        ConfigError,
+        match=r"takes no images with token ids, and trajectory .* has images\. Start vLLM with"
+        " --enable-scale-out, or name a folder",
     ):
         score(tiny_vlm, (4, (2, 2), 3))
     other = write_tiny_vlm(

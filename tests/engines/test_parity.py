@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -23,22 +22,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rayloop.chat.rendering import Renderer
-from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.cli import main
 from rayloop.config.model import ModelSettings
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Completion, PromptImage, Sampling, TokenPrompt
-from rayloop.engines.generation import decoding, openai_requests, openai_scorer
+from rayloop.engines.generation import decoding
 from rayloop.engines.generation import transformers as transformers_engine
 from rayloop.engines.generation.sampler import Sampler
-from rayloop.engines.models import load_model
 from rayloop.engines.settings import EngineChoice, EnginePlace, build_engine
 from rayloop.engines.tiny_vlm import write_tiny_vlm
+from rayloop.measure.parity import LIMITS
 from rayloop.parity import play
 from rayloop.transports.manifest import manifest
 from tests.engines.conftest import TEXTS
 from tests.support.model_families import write
-from tests.support.openai_server import serving
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -326,6 +323,21 @@ def test_a_sound_engine_passes(
     ]
 
 
+def test_bfloat16_has_a_limit_of_its_own_which_a_fault_exceeds(
+    qwen3_vl: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(qwen3_vl), *SHORT, "--dtype", "bfloat16"]
+    code, found = parity(capsys, *words)
+    assert code == 0, found["agreement"]["sentence"]
+    assert found["limit"] == LIMITS["bfloat16"]
+    assert found["total"]["gap"]["mean"] > LIMITS["float32"], "it was computed in bfloat16"
+    stale_prefix_cache(monkeypatch, qwen3_vl)
+    code, found = parity(capsys, *words)
+    assert code == 1
+    verdict = found["agreement"]
+    assert (verdict["begins"], verdict["number"], verdict["plays"]) == ("image", 1, ["repeat"])
+
+
 # A case that travels -----------------------------------------------------------------------------
 
 
@@ -445,7 +457,7 @@ def test_a_case_of_another_model_is_refused_or_named(
     assert re.match(r"played by qwen3_vl\d, scored by tied\d with \{'rayloop'", found["notes"][0])
 
 
-# A model without sight, and servers --------------------------------------------------------------
+# A model without sight ---------------------------------------------------------------------------
 
 
 def test_a_blind_model_is_said_to_be_blind(
@@ -464,69 +476,6 @@ def test_a_blind_model_is_said_to_be_blind(
     assert len(found["agreement"]["blind"]) == 7
     assert main(["parity", str(folder), *SHORT]) == 0
     assert "the model is blind: other images change nothing" in capsys.readouterr().out
-
-
-class Served:
-    """A server of a text model with vLLM's prompt log-probs, all of them ``shift`` too high."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model = load_model(ModelSettings(path=str(folder)))
-        self.tokenizer = load_tokenizer(folder)
-        self.shift: float | None = 0.0
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "served"}]})
-        body = json.loads(request.content)
-        if request.url.path == "/tokenize":
-            ids = self.tokenizer.encode(body["prompt"], add_special_tokens=False).ids
-            return httpx.Response(200, json={"tokens": ids})
-        ids = body["prompt"]
-        entries: list[Any] = [None]
-        with torch.no_grad():
-            logprobs = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        for place, token in enumerate(ids[1:]):
-            value = float(logprobs[place, token]) - (self.shift or 0.0)
-            entries.append({str(token): {"logprob": value}})
-        choice = {"text": "", "prompt_logprobs": None if self.shift is None else entries}
-        return httpx.Response(200, json={"choices": [choice]})
-
-
-@pytest.fixture
-def served(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
-    server = Served(tiny_text)
-    transport = httpx.MockTransport(server)
-    for module in (openai_scorer, openai_requests):
-        monkeypatch.setattr(module, "client", lambda url: httpx.AsyncClient(transport=transport))
-    return server
-
-
-def test_a_server_is_compared_by_its_prompt_log_probs(
-    served: Served, tiny_text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [str(tiny_text), *SHORT, "--against", "http://served:8000/v1"]
-    code, found = parity(capsys, *words)
-    assert code == 0, found["agreement"]["sentence"]
-    assert found["origin"]["engine"] == "http://served:8000/v1"
-    assert found["total"]["gap"]["largest"] < BEHIND * found["limit"]
-    served.shift = 0.01
-    code, found = parity(capsys, *words)
-    assert code == 1
-    assert found["total"]["gap"]["mean"] == pytest.approx(0.01, abs=1e-4)
-    verdict = found["agreement"]
-    assert (verdict["begins"], verdict["number"], verdict["plays"]) == ("turn", 1, ALL_PLAYS)
-    served.shift = None
-    assert main(["parity", *words]) == 2
-    assert "--against: http://served:8000/v1 returns no prompt_logprobs" in capsys.readouterr().err
-
-
-def test_a_served_engine_plays_text(tiny_vlm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(tiny_vlm) as server:
-        server.app.get("/v1/models")(lambda: {"data": [{"id": "served"}]})
-        code, found = parity(capsys, str(tiny_vlm), *SHORT, "--engine", f"{server.url}/v1")
-    assert code == 0, found["agreement"]["sentence"]
-    assert {row["images"] for row in found["rows"]} == {0}
-    assert found["notes"] == ["only text was compared: a server gets token ids alone"]
 
 
 # What is written, and what is refused -------------------------------------------------------------

@@ -60,6 +60,7 @@ last line names the first turn, image or depth that differs, and the usual cause
 | first difference | usual causes |
 |---|---|
 | turn 1 of text | weights, tied heads, adapters, norms, a missing first token, the chat template |
+| the same, with vLLM | its default `logprobs_mode`: log-probs from before temperature and mask |
 | turn 1 of text, while greedy tokens agree | the temperature, the sampling mask |
 | a later turn of text | the chat template of earlier turns, the cache of prefixes |
 | image 1 | positions (M-RoPE), patches |
@@ -81,15 +82,16 @@ column `theirs`. Any other change of the file is refused.
 ## Servers
 
 `--against URL` asks a server with vLLM's interface for the prompt log-probs of what transformers
-played; `--engine URL` lets the server play. Both get token ids alone, so only text is compared.
-Prompt log-probs ignore the temperature: both sides are then computed at 1.
+played. Images need `vllm serve --enable-scale-out`, which takes them with token ids, in the size
+that the model sees; without it, only text is compared. `--engine URL` lets the server play text.
+Prompt log-probs ignore the temperature: both sides are then computed at 1. A server without prompt
+log-probs, such as `policy serve`, is refused.
 
 ## Where it ran
 
 Tiny models of random weights in each family's own layout (`tests/support/model_families.py`), with
-the default options. Everything here ran on a CPU; nothing has run on a GPU. Seconds are those of
-the processors for the whole command, without vLLM's own processes; the machine had two cores, which
-other programs used too.
+the default options, and `--dtype`. Everything here ran on a CPU; nothing has run on a GPU. CPU
+seconds are those of the whole command; the rows of vLLM lack its own processes.
 """
 HEADINGS = (
     "`model_type`",
@@ -100,7 +102,7 @@ HEADINGS = (
     "largest",
     "wrong images",
     "greedy differ",
-    "seconds",
+    "CPU seconds",
     "verdict",
 )
 
