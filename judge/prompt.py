@@ -20,19 +20,22 @@ from rayloop.data.images import MOST_BYTES, data_url, portable
 from rayloop.judge.api import JudgeItem, VerdictKind
 from rayloop.judge.rubric import CANARY_IMAGE, Example, Rubric, canary_image
 
-PROMPT_VERSION = 2
+PROMPT_VERSION = 3
 """Part of the judge's fingerprint. Raise it with every change of the prompt."""
 _MAX_TOKEN_CHARACTERS = 80
 """Characters of the longest special token that is removed."""
-_MAX_OPEN_BRACKETS = 4
-"""Brackets before a closing one that may begin its special token."""
+_MAX_OPEN_BRACKETS = 5
+"""The latest brackets of a text, any of which may begin the special token that ends there."""
 _MAX_REASON = 200
 _TOKENS = Path(__file__).with_name("data") / "special_tokens.txt"
 _SPECIAL = re.compile("".join(_TOKENS.read_text(encoding="utf-8").splitlines()), re.IGNORECASE)
 """Special tokens of chat templates and images.
 
-Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT, Command, StarCoder, MiniMax, Seed.
+Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT, Command, StarCoder, MiniMax, Seed,
+LongCat, Hunyuan.
 """
+_SWITCHES = ("/no_think", "/nothink")
+"""Words by which a text turns off the thinking of Qwen3 and GLM, wherever they stand."""
 _INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Cn"}
 IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 """Image types that a model may be shown, by file suffix."""
@@ -41,8 +44,9 @@ IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 def sanitise(text: str, limit: int) -> str:
     """Text without special tokens, control and invisible characters, cut to ``limit`` characters.
 
-    Special tokens are the tokens of chat templates and vision. One pass: a token is removed where
-    it closes, so nested tokens, and tokens that result from a removal, are removed too.
+    Special tokens are the tokens of chat templates and vision, and the switches of thinking. One
+    pass: a token is removed where it ends, so nested tokens, and tokens that result from a removal,
+    are removed too.
     """
     output: list[str] = []
     open_brackets: list[int] = []
@@ -54,6 +58,8 @@ def sanitise(text: str, limit: int) -> str:
         output.append(character)
         if character in ">][":
             _remove_special_token(output, open_brackets)
+        elif character in "kK":
+            _remove_switch(output)
     return "".join(output)[:limit].strip()
 
 
@@ -67,6 +73,16 @@ def _remove_special_token(output: list[str], open_brackets: list[int]) -> None:
             del output[start:]
             while open_brackets and open_brackets[-1] >= start:
                 open_brackets.pop()
+            return
+
+
+def _remove_switch(output: list[str]) -> None:
+    """Remove the switch of thinking at the end of the output, if there is one."""
+    longest = max(map(len, _SWITCHES))
+    end = "".join(output[-longest:]).lower()
+    for switch in _SWITCHES:
+        if end.endswith(switch):
+            del output[-len(switch) :]
             return
 
 

@@ -69,7 +69,7 @@ REPLIES = [
 
 KNOWN = {
     "rules": (3, "76ace3994fab4f1c"),
-    "prompt": (2, "59b4d3a783d1205d"),
+    "prompt": (3, "59b4d3a783d1205d"),
     "reply": (2, "450bb42a86d819c1"),
 }
 """What is versioned -> its version, and the digest of what it does with the data of this test."""

@@ -385,6 +385,21 @@ SPECIAL = [
     "<s<s>>",
     "<<S<s>YS>>",
     "[IN<s>ST]",
+    "<|channel>",
+    "<channel|>",
+    "<|/turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "<longcat_think>",
+    "<longcat_tool_call>",
+    "<think_never_used_51bce0c785ca2f68081bfa7d91973934>",
+    "]<]image[>[",
+    "]<]end of image[>[",
+    "/no_think",
+    "/nothink",
+    "/No_Think",
+    "/no_/no_thinkthink",
+    "/no_<s>think",
 ]
 
 
@@ -395,7 +410,22 @@ def test_special_tokens_of_any_family_are_taken_out(token: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[A]", "[0, 1)", "a < b > c", "x<s and s>y", "<h1>", "[Sep]", "[1] [2]", "5 <= 6", "<", "]"],
+    [
+        "[A]",
+        "[0, 1)",
+        "a < b > c",
+        "/think",
+        "<0|1>",
+        "a <| b",
+        "x < y|",
+        "x<s and s>y",
+        "<h1>",
+        "[Sep]",
+        "[1] [2]",
+        "5 <= 6",
+        "<",
+        "]",
+    ],
 )
 def test_what_only_looks_like_a_token_stays(text: str) -> None:
     assert sanitise(text, 100) == text
