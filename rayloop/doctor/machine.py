@@ -15,16 +15,8 @@ import psutil
 from rayloop.doctor.finding import Finding, Level, size
 from rayloop.engines.machine import CGROUP, quota
 from rayloop.launch.limits import MemoryLimit, memory_limit
+from rayloop.launch.ray_variables import LONGEST_SOCKET_PATH, MAX_SOCKET_PATH_BYTES, PREFIX
 
-_MAX_SOCKET_PATH_BYTES = 107
-"""Bytes in the path of a Unix socket, on Linux."""
-_LONGEST_SOCKET_PATH = (
-    "rayloop-12345678/ray-12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-)
-"""The longest path that Ray makes below our temporary folder.
-
-See rayloop/launch/ray_variables.py and cluster/session.py.
-"""
 _RAY_RESERVE_BYTES = 2 * 2**30
 """Bytes of memory for Ray's daemons, the driver and the small actors."""
 _PROBE_BYTES = 2**14
@@ -147,14 +139,14 @@ def temporary(folder: Path, store: int) -> list[Finding]:
     it, at most ``store`` bytes.
     """
     path = folder.absolute()
-    path_bytes = len(str(path / _LONGEST_SOCKET_PATH).encode())
+    path_bytes = len(str(path / f"{PREFIX}12345678" / LONGEST_SOCKET_PATH).encode())
     usage = shutil.disk_usage(folder)
     state = f"{path}, {size(usage.free)} free of {size(usage.total)}"
     findings = []
-    if path_bytes > _MAX_SOCKET_PATH_BYTES:
+    if path_bytes > MAX_SOCKET_PATH_BYTES:
         problem = (
             f"{state}: Ray's sockets would have paths of {path_bytes} bytes, the system allows"
-            f" {_MAX_SOCKET_PATH_BYTES}"
+            f" {MAX_SOCKET_PATH_BYTES}"
         )
         remedy = "export TMPDIR=/tmp, or another folder with a short name"
         findings.append(Finding("error", problem, remedy))

@@ -47,11 +47,15 @@ HEALTH_PERIOD_MS = 1000
 
 After five failures in a row it is lost: in 5 s when it refuses connections.
 """
-MAX_FOLDER_CHARACTERS = 43
-"""Characters of the folder of a private cluster's files.
+MAX_SOCKET_PATH_BYTES = 107
+"""Bytes in the path of a Unix socket, on Linux."""
+LONGEST_SOCKET_PATH = "ray-12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""The longest path of a socket below the folder of a private cluster's files.
 
-Ray's sockets are 64 longer, and a socket's path may have 107.
+cluster/session.py makes the first folder in it, Ray the others.
 """
+MAX_FOLDER_CHARACTERS = MAX_SOCKET_PATH_BYTES - len(f"/{LONGEST_SOCKET_PATH}")
+"""Characters of the folder of a private cluster's files."""
 
 
 def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, str]:

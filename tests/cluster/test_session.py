@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from rayloop.cluster import session
 from rayloop.core.failures import ConfigError, MachineFailed, Preempted, StorageFailed
 from rayloop.launch import ray_process
 from rayloop.launch.ray_process import LOGS
+from rayloop.launch.ray_variables import MAX_FOLDER_CHARACTERS
 from rayloop.run import place
 from rayloop.run.place import findable
 from tests.support.runs import eventually
@@ -65,6 +67,21 @@ def test_a_slow_start_is_tried_again(
     assert alive(daemons) == [False, False, True]
     assert alive([mine]) == [True], "not everything below this process is Ray's"
     daemons.append(mine)
+
+
+def test_the_longest_folder_has_room_for_the_paths_of_rays_sockets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = list[str]()
+    monkeypatch.setattr(session, "start", lambda folder, **_: given.append(folder))
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        longest = Path(short) / ("x" * (MAX_FOLDER_CHARACTERS - len(short) - 1))
+        longest.mkdir()
+        with session.session({}, None, str(longest), tmp_path):
+            pass
+    [folder] = given
+    socket_path = f"{folder}/session_2026-12-01_04-05-06_000000_4194304/sockets/plasma_store"
+    assert len(socket_path) == 107
 
 
 def test_it_is_given_up_at_last(
