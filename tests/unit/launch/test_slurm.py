@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from rayloop.launch import fixed_size, slurm_job
 from rayloop.launch.ray_variables import SUBREAPER, node_settings
 from rayloop.launch.rendezvous import Head, Rendezvous
 from rayloop.launch.slurm import SCRIPTS, SITE, SiteSettings, plan
-from tests.support.runs import ROOT
+from tests.support.runs import ROOT, eventually
 
 FAKE = {
     "sbatch": (
@@ -390,48 +392,83 @@ def test_a_fixed_size_job_gets_a_token_and_the_variables_of_our_own_nodes(
         fixed_size.variables(asked)
 
 
+def program(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def in_a_job(folder: Path) -> dict[str, str]:
+    """The variables of a batch script, whose programs are those of the folder."""
+    return {
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "41",
+        "SLURM_CPUS_ON_NODE": "8",
+        "SLURM_JOB_NUM_NODES": "2",
+        "RAYLOOP_PYTHON": str(folder / "python"),
+    }
+
+
 @pytest.mark.parametrize(
-    ("code", "restarts", "signalled", "requeued"),
-    [
-        (75, 0, True, True),
-        (75, 19, False, True),
-        (75, 20, False, False),
-        (0, 0, False, False),
-        (1, 0, False, False),
-    ],
+    ("code", "restarts", "requeued"),
+    [(75, 0, True), (75, 19, True), (75, 20, False), (0, 0, False), (1, 0, False)],
 )
 def test_a_fixed_size_job_is_requeued_when_its_run_has_saved(
-    tmp_path: Path, code: int, restarts: int, signalled: bool, requeued: bool
+    tmp_path: Path, code: int, restarts: int, requeued: bool
 ) -> None:
     """``srun`` and ``scontrol`` are scripts; of the real ones tests/deploy/slurm has a test."""
-    warned = (
-        f"trap 'exit {code}' TERM; echo $$ >/tmp/rayloop-$SLURM_JOB_ID.pid; kill -USR1 $PPID; sleep"
-        " 20 & wait"
-    )
     for name, body in {
-        "srun": f'echo "$@" >{tmp_path}/srun.txt; {warned if signalled else f"exit {code}"}',
+        "srun": f'echo "$@" >{tmp_path}/srun.txt; exit {code}',
         "scontrol": f'echo "$@" >{tmp_path}/scontrol.txt',
         "python": 'case "$*" in *fixed_size) echo export RAYLOOP_HEAD=10.0.0.1:20017;; esac',
     }.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
-        (tmp_path / name).chmod(0o755)
-    job = f"4{os.getpid()}"
-    environment = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "SLURM_JOB_ID": job,
-        "SLURM_CPUS_ON_NODE": "8",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_RESTART_COUNT": str(restarts),
-        "RAYLOOP_PYTHON": str(tmp_path / "python"),
-    }
+        program(tmp_path / name, body)
+    environment = {**in_a_job(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
     done = subprocess.run(
         ["bash", SCRIPTS / "fixed_size.sbatch", "run.yaml", "steps=3"], env=environment, timeout=30
     )
-    Path(f"/tmp/rayloop-{job}.pid").unlink(missing_ok=True)
     assert done.returncode == code
     asked = (tmp_path / "srun.txt").read_text(encoding="utf-8")
     assert "symmetric-run --address 10.0.0.1:20017 --min-nodes 2 --num-cpus=8 -- " in asked
     assert asked.rstrip().endswith("-m rayloop train --address 10.0.0.1:20017 run.yaml steps=3")
     assert (tmp_path / "scontrol.txt").exists() == requeued
     if requeued:
-        assert (tmp_path / "scontrol.txt").read_text(encoding="utf-8") == f"requeue {job}\n"
+        assert (tmp_path / "scontrol.txt").read_text(encoding="utf-8") == "requeue 41\n"
+
+
+RUN = """import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+pathlib.Path("running").touch()
+time.sleep(60)
+"""
+"""A run that is asked to save: it ends with 75."""
+PYTHON = """case "$*" in
+    *fixed_size) echo export RAYLOOP_HEAD=10.0.0.1:20017;;
+    *symmetric-run*) while [ "$1" != -- ]; do shift; done; shift; exec "$@";;
+    *) exec {python} "$@";;
+esac"""
+CONTAINER = "unshare --user --map-root-user --pid --fork --mount-proc"
+
+
+@pytest.mark.parametrize("container", ["", CONTAINER], ids=["host", "container"])
+def test_a_warned_job_ends_its_run_however_a_container_numbers_it(
+    tmp_path: Path, container: str
+) -> None:
+    if container and subprocess.run([*container.split(), "true"], capture_output=True).returncode:
+        pytest.skip("this machine allows no namespace for the numbers of processes")
+    package = tmp_path / "rayloop"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(RUN, encoding="utf-8")
+    program(tmp_path / "srun", 'shift; exec "$@"')
+    program(tmp_path / "scontrol", f'echo "$@" >{tmp_path}/scontrol.txt')
+    program(tmp_path / "python", PYTHON.format(python=sys.executable))
+
+    job = subprocess.Popen(
+        ["bash", SCRIPTS / "fixed_size.sbatch", "run.yaml"],
+        env={**in_a_job(tmp_path), "RAYLOOP_CONTAINER": container},
+        cwd=tmp_path,
+    )
+    eventually((tmp_path / "running").exists, "the run has begun", 100)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(100) == 75
+    assert (tmp_path / "scontrol.txt").read_text(encoding="utf-8") == "requeue 41\n"
