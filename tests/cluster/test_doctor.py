@@ -587,6 +587,14 @@ def test_a_check_that_hangs_or_fails_is_an_error_and_the_others_are_heard() -> N
     assert checks.text(found).endswith("\n2 errors, 0 warnings")
 
 
+def test_what_would_stop_a_run_first_stands_first() -> None:
+    """A machine without GPUs is named before its memory, which another machine would have."""
+    names = list(checks.checks(None, None, None, []))
+    stops = ["python", "packages", "configuration", "ray address", "ports", "gpus"]
+    stops += ["temporary folder", "shared memory", "memory", "disk", "sandbox"]
+    assert [name for name in names if name in stops] == stops
+
+
 def test_a_finding_has_a_remedy_unless_it_is_well() -> None:
     with pytest.raises(ValueError, match="needs a remedy"):
         Finding("error", "broken")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rayloop.core.failures import DataFailure, EnvironmentFailed, ToolDeadline
-from rayloop.envs.browser import processes
+from rayloop.envs.browser import containment, processes
 from tests.envs.pages import CLICK, button, host, visiting, write
 from tests.envs.programs import needs
 from tests.support.runs import eventually
@@ -136,6 +137,32 @@ def test_a_page_that_leaves_for_the_network_arrives_nowhere(folder: Path) -> Non
         assert not result.done
         assert result.info["refused"] == {"network": 1}
         assert environment.evaluate() == 0
+
+
+def test_a_page_reaches_no_udp_port_where_the_browser_has_the_network(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WebRTC asks a STUN server over UDP, which no interception of requests sees."""
+    unconfined = containment.Confinement("none", own=False, lacks="made for this test")
+    monkeypatch.setattr(containment, "available", lambda: unconfined)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        server.settimeout(3.0)
+        port = server.getsockname()[1]
+        asks = (
+            f"const peer = new RTCPeerConnection({{iceServers: [{{urls: 'stun:127.0.0.1:{port}'}}]}});"
+            " peer.createDataChannel('x');"
+            " peer.createOffer().then(offer => peer.setLocalDescription(offer))"
+            ".then(() => window.done = true)"
+        )
+        write(folder, asks=button(asks))
+        open_browser = {**QUICK, "containment": "none"}
+        with visiting(folder, "asks.html", browser=open_browser) as (environment, _):
+            browsers = host(environment)
+            assert environment.step(CLICK).done
+            with pytest.raises(TimeoutError):
+                server.recvfrom(100)
+        browsers.end()
 
 
 def test_files_of_this_machine_are_not_there(folder: Path, tmp_path: Path) -> None:
