@@ -14,14 +14,16 @@ import pytest
 
 from benchmarks.evidence import __main__ as driver
 from benchmarks.evidence import runs
-from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED
+from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED, HeldOutRows
 from benchmarks.evidence.tables import markdown
 from rayloop.config.settings import check_components, load
+from rayloop.measure.protocol import read
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
 RECORDS = sorted((ROOT / "benchmarks" / "evidence").glob("*.json"))
+PROTOCOLS = sorted((ROOT / "benchmarks" / "evidence" / "protocols").glob("*.json"))
 BYTES = 400_000
 """The size of all records together."""
 TASKS = 10
@@ -112,6 +114,32 @@ def test_every_experiment_has_a_configuration_that_is_read(
     assert all(Path(rows.path).is_file() for rows in experiment.sets.values())
     assert experiment.supervised is None or experiment.supervised.is_file()
     assert SUPERVISED not in experiment.arms
+
+
+@pytest.mark.parametrize("file", PROTOCOLS, ids=lambda file: file.stem)
+def test_a_published_number_is_measured_as_its_experiment_says(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    experiment = EXPERIMENTS[file.stem]
+    published = read(file)
+    then = RunConfig.model_validate(published.measured.config)
+    # The variants' corrected arms are the quickstarts, which have files of their own.
+    source = experiment.files.get("original", experiment.config)
+    now = load(source, list(experiment.common), RunConfig)
+    assert then.seed == now.seed
+    assert then.model == now.model
+    assert then.data.reader == now.data.reader
+    assert then.environment.episode == now.environment.episode
+    assert then.environment.history == now.environment.history
+    assert then.rollout.sampling == now.rollout.sampling
+    assert then.reward == now.reward
+    rows = experiment.sets.get("test", HeldOutRows(now.data.eval or "", now.evaluation.samples))
+    assert published.measured.data == rows.path
+    assert published.measured.samples == rows.samples
+    tasks = {answer.task for answer in published.number.answers}
+    assert len(published.number.answers) == len(tasks) * (1 + rows.samples)
+    assert len(tasks) == published.protocol["tasks"]["count"]
 
 
 def test_a_promise_is_checked_and_a_run_of_the_same_configuration_is_taken_as_it_is(
