@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_ADAPTERS ?= .venv-adapters
-# The Python of nemo-gym, which wants 3.13.14 or later. Without it, the tests of that package are skipped.
+# The Python of nemo-gym, which wants 3.13.14 or later. Where there is none, the lane gets Debian's, or skips the tests of that package.
 PYTHON_NEMO_GYM ?= python3.13
 # Tests that start real runs wait more than they compute: three at a time keep two cores busy.
 WORKERS ?= 3
@@ -27,6 +27,7 @@ test: lint
 
 test-adapters: $(VENV_ADAPTERS)/.adapters
 	$(VENV_ADAPTERS)/bin/python -m tests.envs.programs install chromium-headless-shell Xvfb
+	tests/adapters/nemo_gym_python $(PYTHON_NEMO_GYM) $(VENV_ADAPTERS)/bin/python
 	$(VENV_ADAPTERS)/bin/python -m pytest -q -rs -m adapters tests/adapters tests/contracts
 
 test-alerts: $(VENV)/.dev
@@ -152,8 +153,6 @@ $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	.venv-trackio/bin/python -m pip install -q trackio pydantic pyyaml -c constraints-adapters.txt
 	test -x .venv-browsergym/bin/python || $(PYTHON) -m venv .venv-browsergym
 	.venv-browsergym/bin/python -m pip install -q browsergym-miniwob miniwob openai -c constraints-adapters.txt
-	if $(PYTHON_NEMO_GYM) -c 'import sys; sys.exit(sys.version_info < (3, 13, 14))' 2> /dev/null; then { test -x .venv-nemo-gym/bin/python || $(PYTHON_NEMO_GYM) -m venv .venv-nemo-gym; } && \
-		.venv-nemo-gym/bin/python -m pip install -q "$$(grep ^nemo-gym constraints-adapters.txt)"; fi
 	test -x .venv-pyautogui/bin/python || $(PYTHON) -m venv .venv-pyautogui
 	.venv-pyautogui/bin/python -m pip install -q pyautogui -c constraints-adapters.txt
 	touch $@

@@ -57,6 +57,10 @@ class Cause(StrEnum):
     """The engine's log-probs are not finite: the run ends with it."""
 
 
+OF_INFRASTRUCTURE = frozenset(Cause) - {Cause.BAD_DATA, Cause.OVER_LONG, Cause.DIVERGED}
+"""Causes for which neither the data nor the numbers of the policy are to blame."""
+
+
 class Scope(StrEnum):
     """The part that a failure counts against."""
 
@@ -85,11 +89,6 @@ class Failure:
     why: str
     path: str = ""
     server: str = ""
-
-    @property
-    def of_infrastructure(self) -> bool:
-        """Whether neither the data nor the numbers of the policy are to blame."""
-        return self.cause not in (Cause.BAD_DATA, Cause.OVER_LONG, Cause.DIVERGED)
 
     @property
     def of_actor(self) -> bool:
@@ -255,9 +254,9 @@ class AgentFailed(EnvironmentFailed):
     """
 
     def __init__(
-        self, why: str, bug: bool = False, policys: bool = True, cause: Cause | None = None
+        self, why: str, policys: bool = True, cause: Cause | None = None, server: str = ""
     ) -> None:
-        super().__init__(why, bug, cause)
+        super().__init__(why, True, cause, server)
         self.policys = policys
 
 

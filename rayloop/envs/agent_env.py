@@ -25,6 +25,7 @@ from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import (
+    OF_INFRASTRUCTURE,
     AgentFailed,
     Blame,
     Cause,
@@ -209,14 +210,14 @@ class AgentEnv:
         if report["late"]:
             raise EnvironmentHung(f"the agent was ended: {report['end']}{output}", True)
         if report["end"]:
-            raise AgentFailed(f"the agent was ended: {report['end']}{output}", bug=True)
+            raise AgentFailed(f"the agent was ended: {report['end']}{output}")
         if report["code"]:
-            cause = Cause.RAISED if report["broken"] else _cause(report["raised"])
+            cause = Cause.RAISED if report["broken"] else _cause(report)
             raise AgentFailed(
                 f"the agent ended with exit code {report['code']}{output}",
-                bug=True,
                 policys=cause is None,
                 cause=cause,
+                server=str(report["server"]),
             )
         result: float | None = report["result"]
         return result
@@ -236,15 +237,17 @@ class AgentEnv:
         }
 
 
-def _cause(chain: Any) -> Cause | None:
-    """Return the cause of an agent's error by the exceptions that it reported, None: the policy.
+def _cause(report: Mapping[str, Any]) -> Cause | None:
+    """Return the cause that an agent reported, else that of its exceptions, None: the policy.
 
     The policy, when it reported none: the policy may have written what an agent prints. A
     MemoryError comes from ``memory_mb``: a machine without memory kills.
     """
     try:
+        if report["cause"] in OF_INFRASTRUCTURE:
+            return Cause(report["cause"])
         errors = []
-        for names, number in chain:
+        for names, number in report["raised"]:
             errors.append(Raised([name for name in names if name != "MemoryError"], number))
         return None if blame_of(errors) is Blame.POLICY else cause_of(errors)
     except (TypeError, ValueError):

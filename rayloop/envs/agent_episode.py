@@ -79,7 +79,7 @@ def _number(result: Any) -> float | None:
         return None
     is_number = isinstance(result, Real | np.bool_) and number(result) is not None
     if not is_number:
-        raise AgentFailed(f"returned {short(result, 200)}, which is not a finite number", bug=True)
+        raise AgentFailed(f"returned {short(result, 200)}, which is not a finite number")
     return float(result)
 
 

@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from rayloop.core.failures import DeadlineExceeded, EnvironmentFailed
+from rayloop.core.failures import Cause, DeadlineExceeded, EnvironmentFailed
 from rayloop.core.threads import in_thread, start
 from rayloop.envs.settings import EnvironmentKind
 from rayloop.sandbox.frames import Bounds, Channel
@@ -64,7 +64,7 @@ class WorkerProcess:
             raise DeadlineExceeded(str(error)) from error
         except ConnectionError as error:
             self.kill()
-            raise EnvironmentFailed(await self._end()) from error
+            raise EnvironmentFailed(await self._end(), cause=Cause.LOST) from error
         except BaseException:
             # The answer to a cancelled call would still come, and meet the next one.
             self.kill()
@@ -184,7 +184,7 @@ class InProcess:
         worker = self._worker
         self._worker = None
         if worker is None:
-            raise EnvironmentFailed("its process has ended")
+            raise EnvironmentFailed("its process has ended", cause=Cause.LOST)
         succeeded, value = await worker.ask(op, timeout, *arguments)
         # Only after an answer: a call that failed or was cancelled has killed the process.
         self._worker = worker

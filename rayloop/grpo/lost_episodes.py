@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from rayloop.core.failures import Failure
+from rayloop.core.failures import OF_INFRASTRUCTURE, Failure
 from rayloop.core.groups import Outcome, Unscored, UnscoredKind
 
 WINDOW_EPISODES = 512
@@ -43,7 +43,7 @@ class LostEpisodes:
 
     def failed(self, failure: Failure, node: str) -> None:
         """An attempt failed on an actor of ``node``. Bad data counts as no loss."""
-        cause = str(failure.cause) if failure.of_infrastructure else ""
+        cause = str(failure.cause) if failure.cause in OF_INFRASTRUCTURE else ""
         self._count(_Ended(_label(node), cause, _label(failure.server)), failure.why)
 
     def played(self, outcome: Outcome, node: str) -> None:

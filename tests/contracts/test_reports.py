@@ -178,7 +178,7 @@ def of_verifiers(report: str, example: dict[str, Any]) -> Became:
         verifiers_env._raise_errors(episode)
     names = [kind.__name__ for kind in type(raised.value).__mro__]
     number = raised.value.errno if isinstance(raised.value, OSError) else None
-    cause = agent_env._cause([[names, number]])
+    cause = agent_env._cause({"raised": [[names, number]], "cause": ""})
     return Became(str(cause or "policy"))
 
 

@@ -161,7 +161,9 @@ class OpenEnv(RewardedSteps):
             raise self._reported(op, data)
         if kind != "observation" or not isinstance(data, dict):
             raise EnvironmentFailed(
-                f"OpenEnv answered {op} with {kind!r}, which is not an observation", bug=True
+                f"OpenEnv answered {op} with {kind!r}, which is not an observation",
+                bug=True,
+                server=self._settings.url,
             )
         return data
 

@@ -37,12 +37,6 @@ RESULT_BYTES = 1 << 14
 
 That is more than a number, or the names of its exceptions, can have.
 """
-CHAIN_LENGTH = 8
-"""Exceptions, each the cause of the one before, that are reported."""
-SHOWN_BASES = 12
-"""Classes of an exception that are reported."""
-NAME_CHARACTERS = 80
-"""Characters of a class's name that are reported."""
 MAX_CONNECTIONS = 256
 """Connections of an agent to the policy at one time."""
 CHUNK_BYTES = 1 << 16
@@ -73,6 +67,7 @@ def _load(path: Path) -> Any:
 
 memory = _load(Path(__file__).parents[2] / "sandbox" / "memory.py")
 namespaces = _load(Path(__file__).with_name("namespaces.py"))
+raised = _load(Path(__file__).with_name("raised.py"))
 LIBC = namespaces.LIBC
 
 
@@ -101,8 +96,8 @@ def main(*modules: str) -> None:
 def _host(can_isolate: bool) -> None:
     """Run one agent, and send how it ended.
 
-    The keys are ``end``, ``late``, ``code``, ``result``, ``raised``, ``broken``, ``output`` and
-    ``alone``.
+    The keys are ``end``, ``late``, ``code``, ``result``, ``raised``, ``cause``, ``server``,
+    ``broken``, ``output`` and ``alone``.
     """
     # The parent ignores SIGCHLD; with that inherited, ``wait`` would return no exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -176,11 +171,11 @@ def _namespace_flags(isolated: bool, without_network: bool) -> int:
 
 
 def _read_result(result_reader: int) -> dict[str, Any]:
-    """Read ``result`` and ``raised``, which the agent wrote.
+    """Read ``result``, ``raised``, ``cause`` and ``server``, which the agent wrote.
 
     The agent can write anything into that socket, so that nothing else is taken from it.
     """
-    values: dict[str, Any] = {"result": None, "raised": []}
+    values: dict[str, Any] = {"result": None, "raised": [], "cause": "", "server": ""}
     with suppress(ValueError):  # it was killed while it wrote
         written = json.loads(os.read(result_reader, RESULT_BYTES) or b"{}")
         if isinstance(written, dict):
@@ -431,25 +426,7 @@ def _filled_command(request: Mapping[str, Any]) -> list[str]:
 
 def _report_error(result_writer: int, error: BaseException) -> None:
     with suppress(Exception):
-        os.write(result_writer, json.dumps({"raised": _exception_chain(error)}).encode())
-
-
-def _exception_chain(error: BaseException) -> list[tuple[list[str], Any]]:
-    """Return the names of classes and bases, and the ``errno``, of an exception and its causes."""
-    chain: list[tuple[list[str], Any]] = []
-    cause: Any = error
-    while cause is not None and len(chain) < CHAIN_LENGTH:
-        kinds = [kind.__name__[:NAME_CHARACTERS] for kind in type(cause).__mro__[:SHOWN_BASES]]
-        number = cause.errno if isinstance(cause, OSError) else None
-        chain.append((kinds, number if isinstance(number, int) else None))
-        members = getattr(cause, "exceptions", None)  # of an exception group
-        if isinstance(members, tuple) and members and isinstance(members[0], BaseException):
-            cause = members[0]
-        elif cause.__cause__ or cause.__suppress_context__:
-            cause = cause.__cause__
-        else:
-            cause = cause.__context__
-    return chain
+        os.write(result_writer, json.dumps(raised.report(error)).encode())
 
 
 def _call_function(request: Mapping[str, Any]) -> Any:

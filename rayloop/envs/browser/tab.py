@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
-from rayloop.core.failures import EnvironmentFailed
+from rayloop.core.failures import Cause, EnvironmentFailed
 from rayloop.envs.browser.chromium import CLOSE_TIMEOUT_S, Chromium
 from rayloop.envs.browser.containment import BrowserSettings
 from rayloop.envs.browser.inputs import Inputs, NotHere, extra_time
@@ -176,7 +176,14 @@ class Tab:
     async def load(self, url: str) -> None:
         """Load a page. Raises EnvironmentFailed when it cannot be loaded in time."""
         loading = self.page.goto(url, wait_until="load")
-        await self._in_time(self._settings.load_timeout, loading, f"loading {url}")
+        try:
+            await self._in_time(self._settings.load_timeout, loading, f"loading {url}")
+        except (EnvironmentFailed, PageHangs) as error:
+            has_ended = getattr(error, "cause", Cause.RAISED) is not Cause.RAISED
+            if has_ended or self._files.serves(url):
+                raise
+            site = urljoin(url, "/")
+            raise EnvironmentFailed(str(error), cause=Cause.UNREACHABLE, server=site) from error
         self.address = url
 
     async def evaluate(self, expression: str) -> Any:
@@ -410,9 +417,9 @@ class Tab:
                 f"the page filled more than {self._settings.page_memory} MiB (browser.page_memory)"
             )
         if self._crashed.is_set():
-            return EnvironmentFailed("the page's process ended")
+            return EnvironmentFailed("the page's process ended", cause=Cause.LOST)
         if not self.chromium.alive:
-            return EnvironmentFailed("the browser ended")
+            return EnvironmentFailed("the browser ended", cause=Cause.LOST)
         reason = self.sites.lost or type(error).__name__
         if str(error) and not self.sites.lost:
             reason = str(error).splitlines()[0]
@@ -422,7 +429,7 @@ class Tab:
         if not await self.chromium.answers(ANSWER_TIMEOUT_S):
             self.chromium.kill()
             return EnvironmentFailed(
-                f"the browser did not answer within {seconds:g} s, and was ended"
+                f"the browser did not answer within {seconds:g} s, and was ended", cause=Cause.HUNG
             )
         with suppress(Exception):
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
