@@ -83,9 +83,10 @@ column `theirs`. Any other change of the file is refused.
 
 `--against URL` asks a server with vLLM's interface for the prompt log-probs of what transformers
 played. Images need `vllm serve --enable-scale-out`, which takes them with token ids, in the size
-that the model sees; without it, only text is compared. `--engine URL` lets the server play text.
-Prompt log-probs ignore the temperature: both sides are then computed at 1. A server without prompt
-log-probs, such as `policy serve`, is refused.
+that the model sees; without it, only text is compared. The tests compare images with a stand-in
+that answers as vLLM 0.32's source does, not yet with its server. `--engine URL` lets the server
+play text. Prompt log-probs ignore the temperature: both sides are then computed at 1. A server
+without prompt log-probs, such as `policy serve`, is refused.
 
 ## Where it ran
 
