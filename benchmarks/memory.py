@@ -46,7 +46,7 @@ def _memory(arguments: argparse.Namespace) -> int:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory(prefix="rl") as temporary,
+        tempfile.TemporaryDirectory(prefix="") as temporary,
     ):  # sockets want short paths
         options = [*arguments.overrides, f"output={folder}", f"steps={arguments.steps}"]
         name = load(arguments.config, options, RunConfig).name

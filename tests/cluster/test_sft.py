@@ -118,7 +118,7 @@ def started(settings: dict[str, Any]) -> Iterator[Stage]:
     path, log = output.with_suffix(".yaml"), output.with_suffix(".log")
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     with (
-        tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True) as temporary,
+        tempfile.TemporaryDirectory(prefix="", ignore_cleanup_errors=True) as temporary,
         log.open("wb") as file,
     ):
         process = subprocess.Popen(

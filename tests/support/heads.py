@@ -70,7 +70,7 @@ def head(folder: Path, *, secure: bool = True) -> Iterator[Head]:
     """
     python = without_checkout(folder / "python")
     token = new_secret(folder / "token", "the token") if secure else None
-    temporary, tag = Path(tempfile.mkdtemp(prefix="rl")), os.urandom(8).hex()
+    temporary, tag = Path(tempfile.mkdtemp(prefix="")), os.urandom(8).hex()
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
     environment |= node_settings(token, runs_jobs=True)
     environment |= {

@@ -172,7 +172,7 @@ def served(folder: Path, args: Mapping[str, Any], *options: str) -> Iterator[Ser
         "applications": [{"name": "judge", "args": dict(args)}],
     }
     (folder / "judge.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    tag, temporary = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="rl"))
+    tag, temporary = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix=""))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {
         TAG: tag,

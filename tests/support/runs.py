@@ -258,7 +258,7 @@ def run(
     number = len(list(folder.glob("run-*.yaml")))
     path = folder / f"run-{number}.yaml"
     path.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
-    temporary, tag = Path(tempfile.mkdtemp(prefix="rl")), uuid.uuid4().hex
+    temporary, tag = Path(tempfile.mkdtemp(prefix="")), uuid.uuid4().hex
     environment = {
         **os.environ,
         TAG: tag,

@@ -173,7 +173,7 @@ def site(tmp_path: Path, digits_model: Path) -> Iterator[Site]:
         "worker": {"partition": "gpu", "cpus": 2, "count": 2, "gres": "gpu:2", "node": node},
     }
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    with lab() as started, tempfile.TemporaryDirectory(prefix="rl") as temporary:
+    with lab() as started, tempfile.TemporaryDirectory(prefix="") as temporary:
         started.environment["TMPDIR"] = temporary
         yield Site(started, tmp_path, digits_model)
 
