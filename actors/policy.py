@@ -87,7 +87,8 @@ class RankSettings:
 
     ``folder``: for weight updates; ``adapter_reference``: the adapter disabled is the reference;
     ``adapters_alone``: the engines keep the model of ``model.path`` and get its adapters;
-    ``sight``: ``alarms.sight``.
+    ``sight``: ``alarms.sight``; ``records``: each step's values of tokens are kept for
+    ``recorded``.
     """
 
     model: ModelSettings
@@ -100,6 +101,7 @@ class RankSettings:
     adapter_reference: bool = False
     adapters_alone: bool = False
     sight: float = 0.0
+    records: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ class PolicyRank(Actor):
             init_method=init_method,
             seed=settings.seed,
         )
+        self.engine.recorder.on = settings.records
         self._alone = settings.adapters_alone and self.engine.family.adapters
         if self.rank == 0:
             weights = transport(settings.transport, settings.folder)
@@ -303,6 +306,10 @@ class PolicyRank(Actor):
         report = self.engine.train(items_by_update, self.settings.sight)
         report["timing_s/fetch"] = share.seconds
         return report, self.engine.gaps, self.engine.sight
+
+    def recorded(self) -> Mapping[str, Any]:
+        """The values of this rank's tokens in the last ``train`` (``TokenRecorder.result``)."""
+        return self.engine.recorder.result()
 
     def _adapter_reference(self, share: _Share) -> dict[Any, Any]:
         """The log-probs of the share's trajectories with the adapter disabled, by payload."""

@@ -22,7 +22,7 @@ from rayloop.cluster.loop.annotating import annotated
 from rayloop.cluster.loop.ending import ended
 from rayloop.cluster.loop.evaluating import evaluate_held_out
 from rayloop.cluster.loop.rebuilding import run_and_rebuild
-from rayloop.cluster.loop.recording import described, report_skipped, sampled_groups
+from rayloop.cluster.loop.recording import described, keep_step, report_skipped, sampled_groups
 from rayloop.cluster.loop.refreshing import RefreshedReference
 from rayloop.cluster.loop.restoring import restore
 from rayloop.cluster.loop.saving import SavedStep, Saving, capture
@@ -291,10 +291,11 @@ class Driver:
         """Return the error with an answer quoted, and write some rollouts of this step."""
         step = self.step + 1
         kept_rollouts = self.config.keep_rollouts
-        groups = self.rollouts.finished.groups[: kept_rollouts or 1]
+        count = None if kept_rollouts == "all" else kept_rollouts or 1
+        groups = self.rollouts.finished.groups[:count]
         records = await self.dump(groups, step)
         collapse = self.rollouts.alarms.collapsed(self.config.policy.optimizer.lr)
-        examples = list(quoted(records[:1], step, kept_rollouts))
+        examples = list(quoted(records[:1], step, kept=kept_rollouts != 0))
         examples = examples or [self.reporter.quoted_before(EXAMPLE)]
         sentences = filter(None, [collapse, *examples])
         return type(error)(" ".join([str(error), *sentences]))
@@ -353,6 +354,8 @@ class Driver:
             sight |= sight_of_rank
         self.reporter.gaps = gaps
         self.reporter.sight = sight
+        if self.config.keep_rollouts == "all":
+            self.reporter.tokens = await self.services.policy.all(PolicyRank.recorded)
         # The metrics are reduced over all ranks, so every rank returns the same.
         return results[0][0] | sight_metrics(sight)
 
@@ -375,6 +378,8 @@ class Driver:
 
         sample = sampled_groups(collected, self.config.keep_rollouts)
         records = await self.dump(sample, self.step)
+        if self.config.keep_rollouts == "all":
+            await keep_step(self.reporter, self.version, collected, records, self.warn)
 
         counts = self.ledger.counts()
         seconds = self.timings.take()

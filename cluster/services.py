@@ -323,6 +323,7 @@ class TrainingServices(Services):
             adapter_reference=config.reference_kind == "adapter_off",
             adapters_alone=self.rollout_engine.adapters is not None,
             sight=config.alarms.sight,
+            records=config.keep_rollouts == "all",
         )
 
         placement = config.policy.placement

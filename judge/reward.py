@@ -4,6 +4,7 @@ A failed judge is never a zero.
 """
 
 import asyncio
+import hashlib
 import json
 import logging
 from collections import deque
@@ -41,6 +42,7 @@ from rayloop.judge.rubric import canary, chosen_rubric
 from rayloop.judge.rules import decision as rules
 from rayloop.judge.rules.plain import How, extract
 from rayloop.judge.transport import EXCLUDED
+from rayloop.rewards.verdicts import VERDICTS
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +231,12 @@ class JudgeReward:
                 reason = f"{decision.rule}: {decision.reason}"
                 return self._scored(float(bool(decision.correct)), 0.0, reason)
 
+        verdicts = VERDICTS.get()
+        key = _digest(item)
+        if verdicts is not None and not verdicts.saves:
+            saved = verdicts.saved(key)
+            missing = Unscored(UnscoredKind.REWARD_UNAVAILABLE, "its verdict is not on record")
+            return saved or missing
         if dry_run:
             reason = await self._absence()
             if reason:
@@ -239,7 +247,10 @@ class JudgeReward:
         if dry_run or self.settings.on_unavailable != "wait":
             patience = min(patience, self.settings.patience)
         result = await self._ask(item, asyncio.get_running_loop().time() + patience)
-        return self._outcome(result, dry_run, patience)
+        outcome = self._outcome(result, dry_run, patience)
+        if verdicts is not None and isinstance(outcome, Scored):
+            verdicts.keep(key, outcome)
+        return outcome
 
     def _outcome(self, result: Result, dry_run: bool, patience: float) -> Outcome:
         """The outcome of a result of the judge, by the configured policy when it has no verdict."""
@@ -402,6 +413,12 @@ def _log_failure(drift_check: asyncio.Task[float | None]) -> None:
         logger.warning(
             "the judge's drift could not be checked: %s: %s", type(error).__name__, error
         )
+
+
+def _digest(item: JudgeItem) -> str:
+    """The digest of a question to a judge, the same wherever the image files are."""
+    parts = [item.rubric, item.source, item.question, item.reference, item.answer]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _serve_metrics(port: int) -> None:

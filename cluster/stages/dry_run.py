@@ -278,7 +278,7 @@ class _DryRun:
     ) -> dict[TrajectoryId, Outcome]:
         """The rewards of the answers: one by one, or together with ``reward.per: group``."""
         # The report shows its messages in another way.
-        logger = logging.getLogger("rayloop.actors.reward")
+        logger = logging.getLogger("rayloop.rewards.scoring")
         was_disabled = logger.disabled
         logger.disabled = True
         try:

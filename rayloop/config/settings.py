@@ -3,6 +3,7 @@
 The errors name file and line.
 """
 
+import copy
 import functools
 import importlib
 import inspect
@@ -30,7 +31,7 @@ from pydantic import (
 from rayloop.config.explain import explain, take_texts
 from rayloop.config.modules import folder_hint, module_in_file, remedy, similar_name
 from rayloop.config.plugins import place
-from rayloop.config.yaml_source import KeyPath, Source, dotted, read
+from rayloop.config.yaml_source import KeyPath, Source, change, dotted, read
 from rayloop.core.failures import ConfigError
 
 
@@ -296,6 +297,16 @@ def load(path: Path, overrides: Sequence[str], model: type[S], over: Sequence[Pa
     stay as written. Raises ConfigError that lists every problem with file and line.
     """
     data, source = read(path, overrides, over)
+    return _settings(model, data, source)
+
+
+def changed(data: Mapping[str, Any], overrides: Sequence[str], model: type[S]) -> S:
+    """The settings in plain ``data``, changed by ``key.sub=value``. Raises ConfigError."""
+    copied = copy.deepcopy(dict(data))
+    return _settings(model, copied, change(copied, overrides))
+
+
+def _settings(model: type[S], data: dict[str, Any], source: Source) -> S:
     try:
         settings = _validated(model, data, source)
     except ValidationError as error:

@@ -115,6 +115,17 @@ def read(
     return data, source
 
 
+def change(data: dict[str, Any], overrides: Sequence[str]) -> Source:
+    """Change ``data`` by ``key.sub=value``, and return where the changed keys come from.
+
+    Raises ConfigError for malformed overrides.
+    """
+    source = Source(os.devnull)
+    for override in overrides:
+        _override(data, source, override)
+    return source
+
+
 def parse_value(text: str, where: str) -> Any:
     """One YAML value. Raises ConfigError that begins with ``where``."""
     loader = _Loader(text)

@@ -44,6 +44,7 @@ class Scored:
     """A reward: its value, and logged ``components``.
 
     ``flags`` are the policy's faults, ``trace`` a grader's traceback, ``reason`` the judge's.
+    ``verdicts``: of a judge that the reward asked, as plain values (rayloop/rewards/verdicts.py).
     """
 
     value: float
@@ -51,6 +52,7 @@ class Scored:
     flags: tuple[str, ...] = ()
     trace: str = field(default="", compare=False, repr=False)
     reason: str = field(default="", compare=False, repr=False)
+    verdicts: tuple[Mapping[str, Any], ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,8 @@ class Member:
 class Group:
     """Trajectories of one task that share a baseline, ordered by ``number``.
 
-    ``mean`` and unbiased ``std``: the baseline's.
+    ``mean`` and unbiased ``std``: the baseline's. ``step``: the step for which it was scored, which
+    a reward sees as ``ScoreContext.step``.
     """
 
     number: int
@@ -177,6 +180,7 @@ class Group:
     mean: float | None = None
     std: float | None = None
     replay_of: TrajectoryId | None = None
+    step: int = 0
 
     @property
     def kept(self) -> tuple[Member, ...]:

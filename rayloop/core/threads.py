@@ -266,7 +266,7 @@ PLUMBING = (
     "rayloop/envs/episode.py",
     "rayloop/envs/instance.py",
     "rayloop/envs/worker.py",
-    "actors/reward.py",
+    "rayloop/rewards/scoring.py",
     "cluster/stages/dry_run.py",
 )
 """Files whose frames precede the user's code in a traceback, and say nothing about it."""

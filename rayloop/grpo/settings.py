@@ -130,6 +130,9 @@ class AdvantageChoice(Component):
     @model_validator(mode="before")
     @classmethod
     def _use_or_kind(cls, data: Any) -> Any:
+        # ``advantage: rloo`` is the kind alone.
+        if isinstance(data, str):
+            return {"kind": data}
         if not isinstance(data, Mapping):
             return data
         if data.get("use") and data.get("kind"):

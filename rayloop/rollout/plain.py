@@ -6,7 +6,7 @@ a line in ``KEYS_OF_SCHEMA_3``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, fields, is_dataclass
+from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
@@ -24,7 +24,16 @@ from rayloop.core.groups import (
     TrajectoryState,
     Unscored,
 )
-from rayloop.core.types import Streams, Summary, Task, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    ImageSource,
+    Streams,
+    Summary,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
 
 T = TypeVar("T")
 Plain = Any
@@ -124,34 +133,74 @@ def _read(cls: type[T], plain: Mapping[str, Any], **fields: Any) -> T:
     return value
 
 
-def plain_group(group: Group) -> Plain:
-    """A group as plain values, with the id of its task, since the row is in the run's data."""
-    members = [plain_member(member) for member in group.members]
+def plain_group(group: Group, *, whole: bool = False) -> Plain:
+    """A group as plain values, with the id of its task, since the row is in the run's data.
+
+    ``whole``: with the task itself, and with the payloads of members that have left the group.
+    """
+    members = [plain_member(member, whole=whole) for member in group.members]
     return {
         "number": group.number,
-        "task": group.task.id,
+        "task": _plain_task(group.task) if whole else group.task.id,
         "members": members,
         "mean": group.mean,
         "std": group.std,
         "replay_of": _plain(group.replay_of),
+        "step": group.step,
     }
 
 
-def group_from_plain(plain: Plain, store: Store, task: Callable[[str], Task]) -> Group:
+def _plain_task(task: Task) -> Plain:
+    """A task without the bytes of its images; values that are not plain become descriptions."""
+    messages = []
+    for message in task.messages:
+        parts = tuple(
+            replace(part, data=None) if isinstance(part, ImageSource) else part
+            for part in message.parts
+        )
+        messages.append(replace(message, parts=parts))
+    plain: Plain = _plain(replace(task, messages=tuple(messages)))
+    for name in ("ground_truth", "extra", "tools"):
+        plain[name] = plain_data(plain[name])
+    return plain
+
+
+def plain_data(value: Any) -> Plain:
+    """A value of a row as JSON can hold it: what JSON cannot hold becomes its description."""
+    if isinstance(value, Mapping):
+        return {str(name): plain_data(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(part) for part in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value if isinstance(value, str | int | float | None) else repr(value)
+
+
+def task_from_plain(plain: Plain) -> Task:
+    """The task of a ``whole`` group."""
+    return _read(Task, plain)
+
+
+def group_from_plain(plain: Plain, store: Store, task: Callable[[Plain], Task]) -> Group:
     """The group of plain values; ``store`` keeps its payloads, ``task`` finds a row by its id."""
     plain = with_present_keys(plain)
     replay_of = None if plain["replay_of"] is None else TrajectoryId(*plain["replay_of"])
     members = tuple(member_from_plain(member, store) for member in plain["members"])
+    # Older checkpoints have no step.
+    step = plain.get("step", 0)
     return Group(
-        plain["number"], task(plain["task"]), members, plain["mean"], plain["std"], replay_of
+        plain["number"], task(plain["task"]), members, plain["mean"], plain["std"], replay_of, step
     )
 
 
-def plain_member(member: Member) -> Plain:
-    """A member as plain values; a member that left its group has no payload and reference."""
+def plain_member(member: Member, *, whole: bool = False) -> Plain:
+    """A member as plain values.
+
+    A member that left its group has no payload and reference, but with ``whole`` its payload.
+    """
     payload = None
     ref_logprobs = None
-    if member.kept and member.payload is not None:
+    if (member.kept or whole) and member.payload is not None:
         payload = HeldValue(member.summary.id, member.payload)
     if member.kept and member.ref_logprobs is not None:
         ref_logprobs = HeldValue(member.summary.id, member.ref_logprobs)

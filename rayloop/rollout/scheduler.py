@@ -95,11 +95,13 @@ class GroupRollout:
         ids = request.ids(self.config.algorithm.group_size)
         episodes = requests(self.config, task, ids, request.visit)
         self._first_versions[request.number] = {}
-        members = await runner.rollout_group(episodes, self.version.step, self._begins)
+        # A sync during the episodes changes the version.
+        step = self.version.step
+        members = await runner.rollout_group(episodes, step, self._begins)
         for member in members:
             is_scored = isinstance(member.outcome, Scored)
             self._set(member.summary.id, member.summary.first_version if is_scored else None)
-        return Group(request.number, task, tuple(members))
+        return Group(request.number, task, tuple(members), step=step)
 
     def _begins(self, request: RolloutRequest) -> None:
         if self._set(request.id, self.version):

@@ -103,10 +103,11 @@ class RunConfig(SettingsModel):
     with an event; the run continues. Why a key: each team watches its runs in one tool, W&B or
     TensorBoard, and needs an account or a package for it.
     """
-    keep_rollouts: int = Field(4, ge=0)
+    keep_rollouts: Literal["all"] | Annotated[int, Field(ge=0)] = 4
     """Groups per step written to ``rollouts/`` with texts and images, two completions of one of
-    them also to the terminal; 0: none. Why a key: to see how a
-    policy exploits its reward, raise it; where screenshots fill the disk, set 0.
+    them also to the terminal; 0: none; all: every group, with what ``replay`` needs. Why a key: to
+    see how a policy exploits its reward, raise it; to compute a step again elsewhere, set all;
+    where screenshots fill the disk, set 0.
     """
 
     @model_validator(mode="before")

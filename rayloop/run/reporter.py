@@ -14,7 +14,7 @@ from typing import Any
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.events import Event
-from rayloop.core.failures import DataFailure
+from rayloop.core.failures import CheckpointError, DataFailure
 from rayloop.core.groups import Group, Member
 from rayloop.core.types import TrajectoryId
 from rayloop.grpo.sight import TurnChanges
@@ -82,6 +82,8 @@ class Reporter:
         """``RolloutRecord.gaps`` of the trajectories that the last step trained."""
         self.sight: Mapping[TrajectoryId, TurnChanges] = {}
         """``RolloutRecord.sight`` of the trajectories of which it scored a turn again."""
+        self.tokens: Sequence[Mapping[str, Any]] = ()
+        """``TokenRecorder.result`` of the last step by rank, with ``keep_rollouts: all``."""
 
         self._lengths = LengthRatio()
         self._step = 0
@@ -318,6 +320,18 @@ class Reporter:
             complete.append(replace(record, gaps=gaps, sight=sight))
         self._write("rollouts", lambda: self.folder.rollouts.write(step, complete, images))
         self.loggers.rollouts(step, complete)
+
+    def replayable(self, step: int, value: Any) -> None:
+        """Write what ``replay`` needs of a step: plain values with arrays."""
+
+        def write() -> None:
+            try:
+                self.folder.rollouts.write_step(step, value)
+            except CheckpointError as error:
+                # A step that cannot be replayed must not end the run that trained it.
+                raise OSError(str(error)) from error
+
+        self._write("rollouts", write)
 
     def quoted_before(self, begins: str) -> str:
         """The text of the newest failure on record from the words ``begins`` on.

@@ -118,7 +118,7 @@ def sampled(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"T={temperature:g}"
 
 
-def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[str]:
+def quoted(records: Sequence[RolloutRecord], step: int, *, kept: bool) -> Iterator[str]:
     """A sentence for each record with its last answer and its reward.
 
     The last sentence names the file of all records, if they are kept.

@@ -431,7 +431,7 @@ def scored_by_an_actor(judge: dict[str, Any], **settings: Any) -> Outcome:
     with patch("rayloop.actors.reward.resolve"), patch("rayloop.actors.reward.load_tokenizer"):
         made = RewardActor(ModelSettings(path="none"), chosen)
     context = ScoreContext(1, ["<answer>crimson</answer>"], chosen.timeout)
-    (outcome,) = asyncio.run(made._attempts([TRAJECTORY], TASK, [context]))
+    (outcome,) = asyncio.run(made._scoring._attempts([TRAJECTORY], TASK, [context]))
     return outcome
 
 

@@ -5,22 +5,20 @@ They are computed before the loss of any token, so that an update does not depen
 
 import dataclasses
 import itertools
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rayloop.core.protocols import TrainItem
+from rayloop.engines import updates
 from rayloop.engines.training.collator import Collator
-from rayloop.engines.training.scorer import Scores
 from rayloop.engines.training.sharding import everywhere, on_all_ranks, total
+from rayloop.engines.updates import Scores
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.losses.policy import entropy_bound
-from rayloop.grpo.losses.settings import CustomLoss, LossSettings
-from rayloop.grpo.losses.surrogates import TokensElsewhere
+from rayloop.grpo.losses.settings import LossSettings
 
 
 class ScoreFunction(Protocol):
@@ -113,17 +111,6 @@ def with_masked_logprobs(
     ]
 
 
-def contributing(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSample]:
-    """Return the samples that need a forward pass.
-
-    Without a KL, an entropy and a perception term, trajectories with advantage 0 have no gradient:
-    all shipped losses are proportional to it.
-    """
-    has_more_terms = loss.uses_kl or loss.uses_entropy or loss.perception is not None
-    needs_all = has_more_terms or isinstance(loss, CustomLoss)
-    return [sample for sample in samples if needs_all or sample.teaches]
-
-
 def completed(
     samples: Sequence[TrainSample], loss: LossSettings, score: ScoreFunction, device: torch.device
 ) -> Sequence[TrainSample]:
@@ -133,7 +120,7 @@ def completed(
     """
     if loss.top_entropy_quantile >= 1 and not loss.looks_at_trajectories:
         return samples
-    to_score = _to_score(samples, loss)
+    to_score = updates.to_score(samples, loss)
     # Scoring gathers weights on all ranks, so they decide together whether any has a sample.
     (most,) = total([len(to_score)], device, dist.ReduceOp.MAX)
     if not most:
@@ -143,75 +130,8 @@ def completed(
 
     # The quantile is the whole update's, and finding it
     # is collective: also for a rank without samples.
-    bound = _entropy_bound(samples, scores, loss) if loss.top_entropy_quantile < 1 else None
-    sequences = _sequences_of_trajectories(samples, loss)
-    results = []
-    for sample in samples:
-        # Equality of samples would compare tensors, so they are distinguished by identity.
-        siblings = [
-            sibling for sibling in sequences.get(sample.part_of, ()) if sibling is not sample
-        ]
-        entropy = None if bound is None else scores[id(sample)].entropy
-        results.append(
-            dataclasses.replace(
-                sample,
-                chosen=None if entropy is None else (entropy >= bound).float(),
-                elsewhere=TokensElsewhere.joined(
-                    [_constants(sibling, scores[id(sibling)]) for sibling in siblings]
-                ),
-            )
-        )
-    return results
-
-
-def _to_score(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSample]:
-    """Return the samples whose log-probs and entropies must be known before the update.
-
-    All for ``top_entropy_quantile``; for a loss that looks at whole trajectories, the samples of
-    trajectories with several sequences.
-    """
+    bound = None
     if loss.top_entropy_quantile < 1:
-        return list(samples)
-    return [sample for sample in samples if _is_part(sample)]
-
-
-def _is_part(sample: TrainSample) -> bool:
-    """Whether the sample's trajectory has several sequences."""
-    return 0 < sample.share < 1
-
-
-def _entropy_bound(
-    samples: Sequence[TrainSample], scores: Mapping[int, Scores], loss: LossSettings
-) -> Tensor | None:
-    """Return the quantile of the entropies of all ranks' RL tokens. Collective."""
-    entropies = [scores[id(sample)].entropy for sample in samples if sample.streams.rl]
-    measured = [entropy for entropy in entropies if entropy is not None]
-    return entropy_bound(everywhere(measured), loss.top_entropy_quantile)
-
-
-def _sequences_of_trajectories(
-    samples: Sequence[TrainSample], loss: LossSettings
-) -> dict[int, list[TrainSample]]:
-    """Return the samples of each trajectory with several, for a loss that looks at all of them."""
-    sequences = defaultdict[int, list[TrainSample]](list)
-    for sample in samples:
-        if loss.looks_at_trajectories and _is_part(sample):
-            sequences[sample.part_of].append(sample)
-    return sequences
-
-
-def _constants(sample: TrainSample, scores: Scores) -> TokensElsewhere:
-    """Return a sample's tokens as the losses of its trajectory's other sequences see them."""
-    assert scores.entropy is not None
-    old_logprobs = scores.logprobs if sample.old_logprobs is None else sample.old_logprobs
-    return TokensElsewhere(
-        logprobs=scores.logprobs,
-        old_logprobs=old_logprobs,
-        # This is the rule of ``PolicyLoss``, which sees only the tokens of its micro-batch.
-        rollout_logprobs=old_logprobs if sample.on_policy else sample.rollout_logprobs,
-        advantage=sample.advantages,
-        # ``pack`` fills in the trajectory's number, which is known once the row is put together.
-        trajectory_ids=torch.zeros(len(sample.predict), dtype=torch.int64),
-        ref_logprobs=sample.ref_logprobs,
-        entropy=scores.entropy,
-    )
+        entropies = everywhere(updates.entropies(samples, scores))
+        bound = entropy_bound(entropies, loss.top_entropy_quantile)
+    return updates.completed(samples, loss, scores, bound)

@@ -1,22 +1,23 @@
 """Checkpoints of a trainer: what one holds, and how it is written while training continues."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from rayloop.core.failures import Damaged, Diverged
 from rayloop.core.files import Checksum
 from rayloop.core.threads import asked, settle, start
 from rayloop.engines.training import state
-from rayloop.engines.training.finite import not_finite
 from rayloop.engines.training.optimizer import Optimizer
+from rayloop.engines.training.sharding import local
 from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT_S
 from rayloop.grpo.losses.kl import Coefficients
+from rayloop.transports.manifest import has_nan
 
 DIVERGED_ADVICE = "Lower policy.optimizer.lr, and look at actor/grad_norm of the last steps"
 """What to do about weights that are not finite."""
@@ -107,3 +108,27 @@ class TrainerCheckpoints:
         if self._coefficients is not None:
             tensors["coefficients"] = self._coefficients.state()
         return tensors
+
+
+@torch.no_grad()
+def not_finite(state: Mapping[str, Any], device: torch.device) -> str:
+    """Return which tensors, of mappings of mappings, hold NaN or an infinity on any rank.
+
+    Empty for none. Collective: all ranks have the same names.
+    """
+    tensors = dict(_flat(state))
+    # One flag for each tensor travels in one collective, and the host waits for the device once.
+    flags = torch.stack([has_nan(local(tensor)).to(device) for tensor in tensors.values()])
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    defects = [name for name, flag in zip(tensors, flags.tolist(), strict=True) if flag]
+    if not defects:
+        return ""
+    return f"NaN or an infinity in {len(defects)} of {len(tensors)} tensors, first {defects[0]}"
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -27,10 +27,9 @@ from rayloop.engines.attention import flex_chosen
 from rayloop.engines.machine import keep_freed
 from rayloop.engines.models import as_saved, checkpoint_names, load_model, model_groups
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.engines.training import beforehand
-from rayloop.engines.training.checkpointing import DIVERGED_ADVICE, TrainerCheckpoints
+from rayloop.engines.training import beforehand, recording
+from rayloop.engines.training.checkpointing import DIVERGED_ADVICE, TrainerCheckpoints, not_finite
 from rayloop.engines.training.collator import Collator
-from rayloop.engines.training.finite import not_finite
 from rayloop.engines.training.lora import (
     adapters_off,
     base_name,
@@ -41,7 +40,8 @@ from rayloop.engines.training.lora import (
 )
 from rayloop.engines.training.optimizer import Optimizer
 from rayloop.engines.training.perturbation import perturb
-from rayloop.engines.training.scorer import Scorer, Scores, score
+from rayloop.engines.training.recording import TokenRecorder, TokenValues
+from rayloop.engines.training.scorer import Scorer, score
 from rayloop.engines.training.sharding import (
     from_first,
     join,
@@ -58,9 +58,9 @@ from rayloop.engines.training.updates import (
     count_denominators,
     equal_passes,
     summarize,
-    weighted_sum,
 )
 from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT_S
+from rayloop.engines.updates import Scores, contributing, micro_batch_loss
 from rayloop.grpo.batch import Batch, TrainSample, TurnGaps, by_segment, segmented, turn_gaps
 from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.policy import Denominator, PolicyLoss
@@ -121,6 +121,7 @@ class FsdpEngine:
         self._gaps: dict[int, Tensor] = {}
         self.gaps: Mapping[TrajectoryId, TurnGaps] = {}
         """Log-prob differences of the last ``train``, under the weights before its first update."""
+        self.recorder = TokenRecorder()
         coefficients = self._policy_loss.coefficients if loss.adapts else None
         self._checkpoints = TrainerCheckpoints(
             trainable, self._optimizer, coefficients, rank, self._device
@@ -220,6 +221,7 @@ class FsdpEngine:
         step = self._optimizer.updates // max(1, len(mini_batches))
         self.sight = self._sight.changes(mini_batches, samples, sight, step)
         self._gaps.clear()
+        self.recorder.begin(self._policy_loss.coefficients)
         updates = [self._update(share) for share in samples]
         self.gaps = turn_gaps(mini_batches, samples, self._gaps)
         return self._report(updates, len(trajectories), time.perf_counter() - start_time)
@@ -233,50 +235,51 @@ class FsdpEngine:
         """Run one optimizer update on this rank's share of a mini-batch."""
         denominators = count_denominators(samples, self._settings.sequence_parallel, self._device)
         # Scoring leaves the model in eval mode, so that it comes before ``train``.
-        completed = beforehand.completed(samples, self._loss_settings, self._score, self._device)
-        contributing = beforehand.contributing(completed, self._loss_settings)
+        score = self.recorder.keeping(self._score)
+        completed = beforehand.completed(samples, self._loss_settings, score, self._device)
+        computed = contributing(completed, self._loss_settings)
         self._scorer.train()
-        plan = equal_passes(self._collator.plan(contributing), self._device)
-        loss, metrics, gaps = self._accumulate(plan, denominators)
+        plan = equal_passes(self._collator.plan(computed), self._device)
+        loss, metrics, values = self._accumulate(plan, denominators)
         step = self._optimizer.step()
+        self.recorder.add(samples, completed, plan, values)
 
-        # ``gaps`` is copied from the device once, after all micro-batches.
-        planned = [sample for micro_batch in plan for sample in micro_batch]
-        gaps_of_samples = gaps.cpu().split([len(sample.predict) for sample in planned])
-        original_ids = dict(zip(map(id, completed), map(id, samples), strict=True))
-        for sample, sample_gaps in zip(planned, gaps_of_samples, strict=True):
-            self._gaps[original_ids[id(sample)]] = sample_gaps
+        # The values are copied from the device once, after all micro-batches.
+        gaps = recording.by_sample(values["gap"].cpu(), plan)
+        for sample, original in zip(completed, samples, strict=True):
+            if id(sample) in gaps:
+                self._gaps[id(original)] = gaps[id(sample)]
         # The share that the ranks of a sequence group have in common counts once.
         if self._rank % self._settings.sequence_parallel:
             return Update(0.0, LossMetrics.zero(self._device), step, 0, 0)
 
         tokens = sum(len(sample.predict) for sample in samples)
-        computed_tokens = sum(len(sample.predict) for sample in contributing)
+        computed_tokens = sum(len(sample.predict) for sample in computed)
         # This is the one place where an update waits for the value of its loss.
         return Update(float(loss), metrics, step, tokens, computed_tokens)
 
     def _accumulate(
         self, plan: Sequence[Sequence[TrainSample]], denominators: Mapping[str, Denominator]
-    ) -> tuple[Tensor, LossMetrics, Tensor]:
+    ) -> tuple[Tensor, LossMetrics, TokenValues]:
         """Add up the gradients of all micro-batches.
 
-        Returns the loss, the metrics, and |difference| of the engine's and the old log-probs [N],
-        in the plan's order. All stay on the device: reading one would wait for each micro-batch.
+        Returns the loss, the metrics, and the values of ``_loss`` in the plan's order. All stay on
+        the device: reading one would wait for each micro-batch.
         """
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         metrics = LossMetrics.zero(self._device)
-        gaps = list[Tensor]()
+        parts = list[TokenValues]()
         # The loss is a sum over the ranks, but FSDP averages their
         # gradients; each of a sequence group has the whole loss.
         gradient_scale = self._world_size / self._settings.sequence_parallel
         for number, batch in enumerate(self._batches(plan), 1):
             self._reduce(number == len(plan))
-            batch_loss, batch_metrics, batch_gaps = self._loss(batch, denominators)
+            batch_loss, batch_metrics, values = self._loss(batch, denominators)
             (batch_loss * gradient_scale).backward()
             loss = loss + batch_loss.detach()
             metrics = metrics.merge(batch_metrics)
-            gaps.append(batch_gaps)
-        return loss, metrics, torch.cat(gaps)
+            parts.append(values)
+        return loss, metrics, recording.joined(parts)
 
     def _batches(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
         """Yield the packed micro-batches.
@@ -316,33 +319,24 @@ class FsdpEngine:
 
     def _loss(
         self, batch: Batch, denominators: Mapping[str, Denominator]
-    ) -> tuple[Tensor, LossMetrics, Tensor]:
-        """Return this micro-batch's part of the loss, its metrics, and its log-prob differences.
+    ) -> tuple[Tensor, LossMetrics, TokenValues]:
+        """Return this micro-batch's part of the loss, its metrics, and values of its tokens.
 
-        These are |difference| of the engine's and the old log-probs [N].
+        ``gap``: |difference| of the engine's and the old log-probs [N].
         """
         logprobs, entropy = self._scorer(batch, entropy=True)
-        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        result = self._policy_loss(
-            logprobs,
-            old_logprobs,
-            batch.rollout_logprobs,
-            batch.advantage,
-            batch.trajectory_ids,
-            ref_logprobs=batch.ref_logprobs,
-            entropy=entropy,
-            on_policy=batch.on_policy,
-            lag=batch.lag,
-            chosen=batch.chosen,
-            masked_logprobs=batch.masked_logprobs,
-            elsewhere=batch.elsewhere,
+        result = micro_batch_loss(
+            batch, logprobs, entropy, self._policy_loss, self._loss_settings, denominators
         )
-
-        weighted = weighted_sum(result, batch, denominators, self._loss_settings)
-        # An empty micro-batch needs a graph, too: its
-        # backward pass takes part in the others' collectives.
-        loss = 0.0 * logprobs.sum() if weighted is None else weighted
-        return loss, result.metrics, (old_logprobs - batch.rollout_logprobs).abs()
+        loss = result.total
+        if loss is None:
+            # An empty micro-batch needs a graph, too: its
+            # backward pass takes part in the others' collectives.
+            loss = 0.0 * logprobs.sum()
+        values = {"gap": (result.old_logprobs - batch.rollout_logprobs).abs()}
+        if self.recorder.on:
+            values |= recording.token_values(batch, logprobs, entropy, result, loss)
+        return loss, result.per_token.metrics, values
 
     def _report(
         self, updates: Sequence[Update], trajectories: int, seconds: float

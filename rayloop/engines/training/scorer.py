@@ -5,7 +5,7 @@ Old, current and reference log-probs all come from here.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,9 @@ from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.sequence import SequenceGroup, SplitRow
 from rayloop.engines.training_settings import TILE_TOKENS, TILED_ABOVE_TOKENS
+from rayloop.engines.updates import Scores
 from rayloop.grpo.batch import Batch, TrainSample, by_segment
 from rayloop.transports.manifest import DTYPES
-
-
-class Scores(NamedTuple):
-    """Output of ``Scorer``: a tuple, since FSDP finds the tensors in any pytree."""
-
-    logprobs: Tensor
-    """[N] float32."""
-    entropy: Tensor | None
-    """[N] float32, nats, of the masked distribution; with top_p or top_k over the kept tokens."""
 
 
 class Scorer(nn.Module):

@@ -1,18 +1,17 @@
 """Parts of an optimizer update that all ranks agree on, its result, and the metrics of a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rayloop.engines.training.optimizer import OptimizerStep
 from rayloop.engines.training.sharding import total
-from rayloop.grpo.batch import Batch, TrainSample
+from rayloop.engines.updates import counts, denominators
+from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.losses.metrics import LossMetrics
-from rayloop.grpo.losses.policy import STREAMS, Denominator, PerToken, token_weights
-from rayloop.grpo.losses.settings import LossSettings
+from rayloop.grpo.losses.policy import Denominator
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,8 @@ def count_denominators(
 
     ``together`` ranks have one share. Collective.
     """
-    counts = [0.0] * (3 * len(STREAMS))
-    for sample in samples:
-        n = len(sample.predict)
-        for i, stream in enumerate(STREAMS):
-            if n and getattr(sample.streams, stream):
-                counts[3 * i] += n
-                # Shares add up over ranks to numbers of
-                # trajectories and groups, wherever their parts are.
-                counts[3 * i + 1] += sample.share
-                counts[3 * i + 2] += n / (sample.group_tokens or n)
-    sums = total([count / together for count in counts], device)
-    return {stream: Denominator(*sums[3 * i : 3 * i + 3]) for i, stream in enumerate(STREAMS)}
+    sums = total([count / together for count in counts(samples)], device)
+    return denominators(sums)
 
 
 def check_counts(count: int, device: torch.device) -> None:
@@ -70,26 +59,6 @@ def equal_passes(plan: list[list[TrainSample]], device: torch.device) -> list[li
     # fewer passes would leave the others waiting.
     (most,) = total([max(1, len(plan))], device, dist.ReduceOp.MAX)
     return plan + [[] for _ in range(int(most) - len(plan))]
-
-
-def weighted_sum(
-    losses: PerToken,
-    batch: Batch,
-    denominators: Mapping[str, Denominator],
-    settings: LossSettings,
-) -> Tensor | None:
-    """Return the weighted sum of a micro-batch's token losses; None: no stream has a loss."""
-    parts = list[Tensor]()
-    for stream, denominator in denominators.items():
-        token_losses: Tensor | None = getattr(losses, stream)
-        # A stream without a token on any rank has no denominator, and all ranks leave it out.
-        if token_losses is None or not denominator.tokens:
-            continue
-        weights = token_weights(
-            batch.trajectory_ids, settings, denominator, batch.group_tokens, batch.trajectory_tokens
-        )
-        parts.append((getattr(batch, stream) * weights * token_losses).sum())
-    return torch.stack(parts).sum() if parts else None
 
 
 def summarize(

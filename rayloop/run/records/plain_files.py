@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, load_file, save_file
 
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 
@@ -24,8 +24,7 @@ def write(structure: Path, tensors: Path, value: Any) -> None:
 
     Raises CheckpointError for anything else.
     """
-    found: dict[str, np.ndarray] = {}
-    plain = _Writer(found).plain(value, "state")
+    plain, found = split(value)
     try:
         save_file(found, tensors)  # other threads continue during it, unlike with ``save``
     except SafetensorError as error:
@@ -33,6 +32,20 @@ def write(structure: Path, tensors: Path, value: Any) -> None:
         kind = CheckpointStorageFailed if "os error" in str(error) else CheckpointError
         raise kind(f"the arrays of the state cannot be saved: {error}") from error
     structure.write_text(json.dumps(plain), encoding="utf-8")
+
+
+def split(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """``value`` as JSON can hold it, and its arrays by name. Raises CheckpointError."""
+    found: dict[str, np.ndarray] = {}
+    return _Writer(found).plain(value, "state"), found
+
+
+def joined(structure: bytes, tensors: bytes) -> Any:
+    """The value of the contents of the two files.
+
+    Raises ValueError, KeyError, RecursionError or SafetensorError for others.
+    """
+    return _filled(json.loads(structure), load(tensors))
 
 
 def read(structure: Path, tensors: Path) -> Any:

@@ -1,6 +1,7 @@
 """Records of sampled trajectories (docs/run_folder.md), and the files of their images."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,12 @@ from rayloop.core.files import first_unused, write_whole
 from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored
 from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
 from rayloop.data.images import encoding
+from rayloop.run.records import plain_files
 from rayloop.run.records.jsonl import SCHEMA_VERSION, Fits, JsonLines, encode
 
 NEW_CONTEXT = "(a new context begins)"
+STEPS = "step_" + 6 * "[0-9]" + ".json"
+"""Pattern of the files that ``replay`` reads."""
 MAX_CHARACTER_BYTES = 4
 """The most bytes of a character: a token may end within one."""
 
@@ -163,11 +167,37 @@ class RolloutDump:
             if not target.exists():
                 write_whole(target, data, durable=False)
 
+    def step_files(self, step: int) -> tuple[Path, Path]:
+        """The files of all that ``replay`` needs of a step (``keep_rollouts: all``).
+
+        They hold its structure, and its arrays.
+        """
+        file = self.file(step)
+        return file.with_suffix(".json"), file.with_suffix(".safetensors")
+
+    def replayable(self) -> list[int]:
+        """The steps that ``replay`` can compute again, in order."""
+        return [int(file.stem.removeprefix("step_")) for file in sorted(self.path.glob(STEPS))]
+
+    def write_step(self, step: int, value: Any) -> None:
+        """Write the plain values of a step. Raises OSError, CheckpointError."""
+        structure, tensors = self.step_files(step)
+        new_structure = structure.with_suffix(".json.tmp")
+        new_tensors = tensors.with_suffix(".safetensors.tmp")
+        plain_files.write(new_structure, new_tensors, value)
+        # The structure last: where it is, the step is complete.
+        os.replace(new_tensors, tensors)
+        os.replace(new_structure, structure)
+
     def set_aside_after(self, step: int) -> None:
         """Rename the files of later steps to ``step_N.jsonl.attempt-K``."""
         for later, file in self.files().items():
             if later > step:
                 file.rename(aside(file))
+        for later in self.replayable():
+            if later > step:
+                for file in self.step_files(later):
+                    file.rename(aside(file))
 
 
 def rollout_record(

@@ -127,7 +127,7 @@ MEMBERS = (
         status=Status(TrajectoryState.EXCLUDED, "timeout"),
     ),
 )
-GROUP = Group(7, Task("train-5", ()), MEMBERS, 0.5, 0.25, TrajectoryId(1, 2))
+GROUP = Group(7, Task("train-5", ()), MEMBERS, 0.5, 0.25, TrajectoryId(1, 2), 4)
 
 
 def differing(value: Any, default: Any) -> list[str]:
@@ -288,6 +288,7 @@ OF_THE_PROCESS = {
         "folder",
         "updates",
         "gaps",
+        "tokens",
         "sight",
         "_evaluation",
         "_step",

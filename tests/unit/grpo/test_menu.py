@@ -247,6 +247,7 @@ def ours(
         _scorer=lambda batch, entropy: (logprobs, batch.entropies),
         _policy_loss=loss,
         _loss_settings=settings,
+        recorder=SimpleNamespace(on=False),
     )
     values = dict(values)
     if settings.perception is None:
