@@ -40,6 +40,14 @@ COMMANDS = {
         "rayloop.commands.train:add_export",
         "write a checkpoint as a folder that plain transformers loads",
     ),
+    "replay": (
+        "rayloop.replay.commands:add_replay",
+        "compute a recorded step again, or with other values, from the run's folder or a bundle",
+    ),
+    "bundle": (
+        "rayloop.replay.commands:add_bundle",
+        "write a recorded step as one file that somebody else replays",
+    ),
     "report": (
         "rayloop.commands.train:add_report",
         "write a run's curves and trajectories as one HTML file",

@@ -140,6 +140,8 @@ ALL = {
 }
 ELSEWHERE = {
     "* sums.yaml*": "tests/cluster/test_own_task.py",
+    "replay *": "tests/engines/test_replay.py",
+    "bundle *": "tests/engines/test_replay.py",
     "report runs/sums": "tests/cluster/test_own_task.py",
     "*queries.yaml*": "tests/cluster/test_environment_pages.py",
     "try rates.yaml": "tests/cluster/test_environment_pages.py",

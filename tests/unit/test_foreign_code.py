@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from rayloop.cli import COMMANDS, main
+from rayloop.replay import bundle
 from rayloop.run.folder import RunFolder
 from tests.support.runs import ROOT
 
@@ -27,6 +28,8 @@ RUNS = {
     "submit": ["submit", "{config}", "--address", "http://127.0.0.1:9", "--insecure"],
     "sft": ["sft", "{sft}"],
     "report": ["report", "{run}"],
+    "replay": ["replay", "{run}"],
+    "bundle": ["bundle", "{run}", "--step", "1", "--out", "{out}"],
     "console": ["console", "{run}"],
 }
 """Command -> how it imports; docs/security.md names each of them."""
@@ -40,6 +43,8 @@ ONLY_READS = {
     "stop": ["stop", "{run}"],
     "policy": ["policy", "serve", "--run", "{run}"],
     "export": ["export", "{run}", "{out}"],
+    "replay of a bundle": ["replay", "{bundle}"],
+    "replay of a bundle with another value": ["replay", "{bundle}", "reward.on_error=0"],
 }
 OF_OTHERS = {"judge", "node", "parity", "slurm", "score"}
 """Commands that take no configuration of a run, and no run."""
@@ -83,15 +88,37 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     run = RunFolder(tmp_path, "run")
     run.path.mkdir()
     run.config.write_text(yaml.safe_dump(config), encoding="utf-8")
+    _keep_step(run, foreign)
     run.metrics.append({"step": 1, "reward/mean": 0.5})
     run.close()
+    bundle.write(run, 1, tmp_path / "step.bundle")
     return {
         "config": str(tmp_path / "config.yaml"),
         "sft": str(tmp_path / "sft.yaml"),
         "run": str(run.path),
         "out": str(tmp_path / "out"),
+        "bundle": str(tmp_path / "step.bundle"),
         "mark": str(tmp_path / "mark"),
     }
+
+
+def _keep_step(run: RunFolder, foreign: dict[str, str]) -> None:
+    """Step 1 without groups, of a run with a stranger's advantage and reward."""
+    run.rollouts.path.mkdir()
+    config = {
+        "seed": 0,
+        "algorithm": {"advantage": foreign},
+        "reward": {"source": foreign},
+        "policy": {},
+    }
+    step = {
+        "schema": 1,
+        "step": 1,
+        "version": [1, 0],
+        "config": config,
+        **{name: [] for name in ("groups", "texts", "trained", "ranks")},
+    }
+    run.rollouts.write_step(1, step)
 
 
 def imports(words: list[str], names: dict[str, str]) -> tuple[int | str | None, bool]:
