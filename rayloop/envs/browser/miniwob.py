@@ -22,20 +22,15 @@ LARGE = Size(375, 667, 700, 760)
 HOST = "miniwob"
 START = (Path(__file__).parent / "miniwob.js").read_text(encoding="utf-8")
 
-UNREPEATED = ("chase-circle", "click-dialog", "stock-market")
-"""Pages whose first screen is not the same for a seed, even when they are loaded again.
-
-The members of a group see different ones.
-"""
-HIDDEN = ("find-greatest", "guess-number", "hot-cold", "moving-items", "simon-says", "terminal")
-"""Pages with one first screen for all seeds: the differences are hidden at first."""
-
 
 class MiniWob(PageEnvironment):
     """A row names a ``page`` (``pages()``) and a ``seed``; the page says when the episode is over.
 
     ``evaluate`` is the page's raw reward, -1 to 1, without its penalty for time; 0 until the page
-    is over.
+    is over. ``find-greatest``, ``guess-number``, ``hot-cold``, ``moving-items``, ``simon-says`` and
+    ``terminal`` have one first screen for all seeds, since the differences are hidden at first. The
+    first screen of ``chase-circle``, ``click-dialog`` and ``stock-market`` is not the same for a
+    seed, even when they are loaded again, so the members of a group see different ones.
     """
 
     STATE = "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL]"
