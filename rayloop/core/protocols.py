@@ -362,9 +362,9 @@ class TrainItem:
 
     ``on_policy``: a replayed sample whose old log-probs are recomputed (weight 1). ``lag``: steps
     between its oldest weights and these. ``turns``: an advantage for each sampled turn, in place of
-    one for all. ``group_tokens``: sampled tokens of its group in the update. For a sequence,
+    one for all. ``group_tokens``: sampled tokens of its group in the update. For a segment,
     ``part_of`` and ``trajectory_tokens`` are the number and the sampled tokens of its trajectory in
-    the update; 0: the sequence is the trajectory.
+    the update; 0: the segment is the trajectory.
     """
 
     trajectory: Trajectory

@@ -369,7 +369,7 @@ class Trajectory:
 
     @property
     def segments(self) -> tuple[Self, ...]:
-        """The parts between restarts, in order: the sequences that the engine saw and are trained.
+        """The parts between restarts, in order; each is trained as one sequence of tokens.
 
         The context of a restart repeats earlier tokens; each sampled token is trained once.
         """

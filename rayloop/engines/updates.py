@@ -144,7 +144,7 @@ def to_score(samples: Sequence[TrainSample], loss: LossSettings) -> list[TrainSa
     """Returns the samples whose log-probs and entropies must be known before the update.
 
     All for ``top_entropy_quantile``; for a loss that looks at whole trajectories, the samples of
-    trajectories with several sequences.
+    trajectories with several segments.
     """
     if loss.top_entropy_quantile < 1:
         return list(samples)
@@ -164,12 +164,12 @@ def completed(
     ``scores``: of the samples ``to_score``, by their ``id``. ``bound``: the entropy from which
     tokens are chosen (``entropy_bound``); None: all tokens.
     """
-    sequences = _sequences_of_trajectories(samples, loss)
+    segments = _segments_of_trajectories(samples, loss)
     results = []
     for sample in samples:
         # Equality of samples would compare tensors, so they are distinguished by identity.
         siblings = [
-            sibling for sibling in sequences.get(sample.part_of, ()) if sibling is not sample
+            sibling for sibling in segments.get(sample.part_of, ()) if sibling is not sample
         ]
         entropy = None if bound is None else scores[id(sample)].entropy
         results.append(
@@ -191,23 +191,23 @@ def entropies(samples: Sequence[TrainSample], scores: Mapping[int, Scores]) -> l
 
 
 def _is_part(sample: TrainSample) -> bool:
-    """Whether the sample's trajectory has several sequences."""
+    """Whether the sample's trajectory has several segments."""
     return 0 < sample.share < 1
 
 
-def _sequences_of_trajectories(
+def _segments_of_trajectories(
     samples: Sequence[TrainSample], loss: LossSettings
 ) -> dict[int, list[TrainSample]]:
     """Returns the samples of each trajectory with several, for a loss that looks at all of them."""
-    sequences = defaultdict[int, list[TrainSample]](list)
+    segments = defaultdict[int, list[TrainSample]](list)
     for sample in samples:
         if loss.looks_at_trajectories and _is_part(sample):
-            sequences[sample.part_of].append(sample)
-    return sequences
+            segments[sample.part_of].append(sample)
+    return segments
 
 
 def _constants(sample: TrainSample, scores: Scores) -> TokensElsewhere:
-    """Returns a sample's tokens as the losses of its trajectory's other sequences see them."""
+    """Returns a sample's tokens as the losses of its trajectory's other segments see them."""
     assert scores.entropy is not None
     old_logprobs = scores.logprobs if sample.old_logprobs is None else sample.old_logprobs
     return TokensElsewhere(

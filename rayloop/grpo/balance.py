@@ -58,7 +58,7 @@ def mini_batches(
 class MemberLength(NamedTuple):
     """Tokens of a trajectory: ``prompt``, common to the group, and ``rest`` after it.
 
-    What the contexts of a trajectory have in common counts once, as it is computed.
+    What the segments of a trajectory have in common counts once, as it is computed.
     """
 
     prompt: int
@@ -72,7 +72,7 @@ class MemberLength(NamedTuple):
 
 
 def repeated_tokens(trajectory: Trajectory, image_token: int | None) -> int:
-    """Returns the tokens with which contexts of a trajectory begin as the context before does.
+    """Returns the tokens with which segments of a trajectory begin as the segment before does.
 
     They are computed once. ``image_token``: as ``Renderer.image_token``.
     """

@@ -32,7 +32,7 @@ from rayloop.grpo.losses.surrogates import TokensElsewhere
 
 @dataclass(frozen=True)
 class TrainSample:
-    """A trajectory, or one of its sequences, as tensors.
+    """A trajectory, or one of its segments, as tensors.
 
     T tokens, N sampled tokens, R position rows (1 for text models, 4 with M-RoPE).
     """
@@ -55,12 +55,12 @@ class TrainSample:
     advantage: Tensor | float = 0.0  # [N] float32, or one for all
     streams: Streams = STREAMS
     group_tokens: int = 0  # sampled tokens of its group in the update; 0: of the sample
-    # Number of the trajectory in the update; a trajectory may have several sequences.
+    # Number of the trajectory in the update; a trajectory may have several segments.
     part_of: int = 0
     trajectory_tokens: int = 0  # sampled tokens of that trajectory; 0: of the sample
     # [N] float32, 1 for the tokens of top_entropy_quantile, else 0; None: all
     chosen: Tensor | None = None
-    # The tokens of the trajectory's other sequences, where the loss needs them.
+    # The tokens of the trajectory's other segments, where the loss needs them.
     elsewhere: TokensElsewhere | None = None
     on_policy: bool = (
         False  # treat the policy that sampled it as the old one (no correction weight)

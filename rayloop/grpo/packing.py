@@ -56,7 +56,7 @@ class Packed(NamedTuple):
 def prefix_groups(
     samples: Sequence[TrainSample], budget: int, image_token: int | None = None
 ) -> list[Packed]:
-    """The samples by common beginnings: the prompt of a group, the contexts of a trajectory.
+    """The samples by common beginnings: the prompt of a group, the segments of a trajectory.
 
     Each group has at most ``budget`` tokens, or one sample.
     """

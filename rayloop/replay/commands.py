@@ -231,10 +231,10 @@ def _show(changes: WhatIf, *, as_json: bool) -> None:
             console.print(f"group {group.group}, sample {status}")
     if changes.tokens:
         console.print(f"{len(changes.tokens):,} tokens change; most of all:")
-        tokens = Table("group/sample", "sequence/turn", "token", "advantage", "loss", box=None)
+        tokens = Table("group/sample", "segment/turn", "token", "advantage", "loss", box=None)
         for token in changes.tokens[:LISTED_TOKENS]:
             place = f"{token.group}/{token.sample}"
-            turn = f"{token.sequence}/{token.turn}"
+            turn = f"{token.segment}/{token.turn}"
             values = (_pair(token.advantage), _pair(token.loss))
             tokens.add_row(place, turn, str(token.token), *values)
         console.print(tokens)

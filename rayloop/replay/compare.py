@@ -76,7 +76,7 @@ def losses(step: RecordedStep, record: TokenRecord, now: Computed) -> dict[str, 
                 missing = torch.full_like(then, math.nan)
                 equal &= _equal(then, results.get(column, missing), tolerance)
         for position, is_equal in enumerate(equal.tolist()):
-            where = f"{name(*key.place)}, token {position} of sequence {key.segment}"
+            where = f"{name(*key.place)}, token {position} of segment {key.segment}"
             tokens.add(is_equal, where)
     micro_batches = Count()
     for number, ranks in enumerate(now.batch_losses):
@@ -131,7 +131,7 @@ def trained_members(group: Group | None, trained: set[int]) -> int:
 
 
 def totals(tokens: Mapping[Any, Mapping[str, torch.Tensor]]) -> dict[Place, float]:
-    """The weighted loss of each member, over its sequences and all updates."""
+    """The weighted loss of each member, over its segments and all updates."""
     sums: dict[Place, float] = {}
     for key, values in tokens.items():
         sums[key.place] = sums.get(key.place, 0.0) + float(values["loss"].double().sum())

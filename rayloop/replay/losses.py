@@ -36,11 +36,11 @@ from rayloop.rollout.step_record import RecordedStep
 LOSSES = ("rl", "ref_kl", "loss")
 """Results of a token: two streams, and the weighted sum of all."""
 TokenValues = Mapping[str, Tensor]
-"""Values [N] of the sampled tokens of a sequence, by name."""
+"""Values [N] of the sampled tokens of a segment, by name."""
 
 
-class SequenceKey(NamedTuple):
-    """A sequence of a trajectory, within a pass over the step's trajectories."""
+class SegmentKey(NamedTuple):
+    """A segment of a trajectory, within a pass over the step's trajectories."""
 
     epoch: int
     place: Place
@@ -48,9 +48,9 @@ class SequenceKey(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sequence that an update trains."""
+    """A segment that an update trains."""
 
-    key: SequenceKey
+    key: SegmentKey
     sample: TrainSample
 
 
@@ -63,11 +63,11 @@ class TokenRecord:
     """What the ranks kept of a step's tokens.
 
     ``plans``: by update and rank the samples of each micro-batch, as indices into the share.
-    ``scores``: of sequences that were scored before their update.
+    ``scores``: of segments that were scored before their update.
     """
 
-    values: dict[SequenceKey, TokenValues] = field(default_factory=dict)
-    scores: dict[SequenceKey, Scores] = field(default_factory=dict)
+    values: dict[SegmentKey, TokenValues] = field(default_factory=dict)
+    scores: dict[SegmentKey, Scores] = field(default_factory=dict)
     plans: list[list[list[list[int]]]] = field(default_factory=list)
 
 
@@ -75,11 +75,11 @@ class TokenRecord:
 class Computed:
     """The results of a step's updates.
 
-    ``tokens``: LOSSES of each sequence that was computed; ``batch_losses``: of each micro-batch, by
+    ``tokens``: LOSSES of each segment that was computed; ``batch_losses``: of each micro-batch, by
     update and rank.
     """
 
-    tokens: dict[SequenceKey, TokenValues]
+    tokens: dict[SegmentKey, TokenValues]
     batch_losses: list[list[list[float]]]
 
 
@@ -134,7 +134,7 @@ def _rank_shares(
     for number, (update, update_keys) in enumerate(zip(segmented(items), keys, strict=True)):
         samples = []
         for item, (place, segment) in zip(update, update_keys, strict=True):
-            key = SequenceKey(number // per_epoch, place, segment)
+            key = SegmentKey(number // per_epoch, place, segment)
             samples.append(Sample(key, _sample(item)))
         shares.append(samples)
     return shares
@@ -188,22 +188,22 @@ def _add(record: TokenRecord, share: Sequence[Sample], update: Mapping[str, Any]
     plan = [list(map(int, part)) for part in update["plan"]]
     record.plans[-1].append(plan)
     planned = [share[number] for number in chain.from_iterable(plan)]
-    lengths = [len(sequence.sample.predict) for sequence in planned]
+    lengths = [len(segment.sample.predict) for segment in planned]
     columns: dict[str, Sequence[Tensor]] = {}
     for name, array in update["tokens"].items():
         if name != "batch_loss":
             columns[name] = torch.from_numpy(np.array(array)).split(lengths)
-    for number, sequence in enumerate(planned):
-        record.values[sequence.key] = {name: column[number] for name, column in columns.items()}
+    for number, segment in enumerate(planned):
+        record.values[segment.key] = {name: column[number] for name, column in columns.items()}
     for name, array in update["scored"].items():
         logprobs, entropy = torch.from_numpy(np.array(array))
         record.scores[share[int(name)].key] = Scores(logprobs, entropy)
 
 
 class _Scored(NamedTuple):
-    """A sequence with the log-probs on record; ``scores``: those that its update computed."""
+    """A segment with the log-probs on record; ``scores``: those that its update computed."""
 
-    key: SequenceKey
+    key: SegmentKey
     sample: TrainSample
     scores: Scores
 
@@ -228,17 +228,17 @@ def compute(
     _check_inputs(loss, names)
     result = Computed({}, [])
     for number, ranks in enumerate(updates):
-        shares = [[_scored(sequence, record, names) for sequence in share] for share in ranks]
+        shares = [[_scored(segment, record, names) for segment in share] for share in ranks]
         shares = _completed(shares, loss, record)
-        sums = [counts([sequence.sample for sequence in share]) for share in shares]
+        sums = [counts([segment.sample for segment in share]) for share in shares]
         update_denominators = denominators([sum(column) for column in zip(*sums, strict=True)])
         result.batch_losses.append([])
         for rank, share in enumerate(shares):
             plan = record.plans[number][rank] if same_plan else [_contributing(share, loss)]
             losses = []
             for part in plan:
-                sequences = [share[place] for place in part]
-                batch_loss, tokens = _micro_batch(sequences, policy_loss, loss, update_denominators)
+                segments = [share[place] for place in part]
+                batch_loss, tokens = _micro_batch(segments, policy_loss, loss, update_denominators)
                 losses.append(batch_loss)
                 result.tokens.update(tokens)
             result.batch_losses[-1].append(losses)
@@ -259,37 +259,37 @@ def _check_inputs(loss: LossSettings, names: set[str]) -> None:
         )
 
 
-def _scored(sequence: Sample, record: TokenRecord, names: set[str]) -> _Scored:
-    """The sequence with the values on record, of which some have ``names``.
+def _scored(segment: Sample, record: TokenRecord, names: set[str]) -> _Scored:
+    """The segment with the values on record, of which some have ``names``.
 
     Where the trainer computed none, the engine's log-probs stand for all others.
     """
-    values = record.values.get(sequence.key)
+    values = record.values.get(segment.key)
     if values is None:
-        engine = sequence.sample.rollout_logprobs
+        engine = segment.sample.rollout_logprobs
         stand_ins = {name: engine for name in names if name.endswith("logprobs")}
         values = {**stand_ins, "logprobs": engine, "entropy": torch.zeros_like(engine)}
     sample = replace(
-        sequence.sample,
+        segment.sample,
         old_logprobs=values.get("old_logprobs"),
         ref_logprobs=values.get("ref_logprobs"),
         masked_logprobs=values.get("masked_logprobs"),
     )
-    return _Scored(sequence.key, sample, Scores(values["logprobs"], values["entropy"]))
+    return _Scored(segment.key, sample, Scores(values["logprobs"], values["entropy"]))
 
 
 def _completed(
     shares: Sequence[Sequence[_Scored]], loss: LossSettings, record: TokenRecord
 ) -> list[list[_Scored]]:
-    """The sequences by rank, with the values of other micro-batches that their losses need."""
+    """The segments by rank, with the values of other micro-batches that their losses need."""
     scores: dict[int, Scores] = {}
     measured: list[Tensor] = [torch.zeros(0)]
-    samples_of_ranks = [[sequence.sample for sequence in share] for share in shares]
+    samples_of_ranks = [[segment.sample for segment in share] for share in shares]
     for share, samples in zip(shares, samples_of_ranks, strict=True):
         needed = {id(sample) for sample in to_score(samples, loss)}
-        for sequence in share:
-            if id(sequence.sample) in needed:
-                scores[id(sequence.sample)] = record.scores.get(sequence.key, sequence.scores)
+        for segment in share:
+            if id(segment.sample) in needed:
+                scores[id(segment.sample)] = record.scores.get(segment.key, segment.scores)
         if loss.top_entropy_quantile < 1:
             measured += entropies(samples, scores)
     if not scores:
@@ -307,33 +307,33 @@ def _completed(
 
 
 def _contributing(share: Sequence[_Scored], loss: LossSettings) -> list[int]:
-    """The places in a share of the sequences that have a loss."""
-    computed = contributing([sequence.sample for sequence in share], loss)
+    """The places in a share of the segments that have a loss."""
+    computed = contributing([segment.sample for segment in share], loss)
     ids = set(map(id, computed))
-    return [place for place, sequence in enumerate(share) if id(sequence.sample) in ids]
+    return [place for place, segment in enumerate(share) if id(segment.sample) in ids]
 
 
 def _micro_batch(
-    sequences: Sequence[_Scored],
+    segments: Sequence[_Scored],
     policy_loss: PolicyLoss,
     settings: LossSettings,
     denominators: Mapping[str, Denominator],
-) -> tuple[float, dict[SequenceKey, TokenValues]]:
-    """The loss of a micro-batch, and the losses of the tokens of each of its sequences."""
+) -> tuple[float, dict[SegmentKey, TokenValues]]:
+    """The loss of a micro-batch, and the losses of the tokens of each of its segments."""
     # A rank without samples computes with an empty micro-batch where others have one.
-    if not sequences:
+    if not segments:
         return 0.0, {}
-    batch = pack([sequence.sample for sequence in sequences])
+    batch = pack([segment.sample for segment in segments])
     logprobs, entropy = (
         torch.cat(column)
-        for column in zip(*(sequence.scores for sequence in sequences), strict=True)
+        for column in zip(*(segment.scores for segment in segments), strict=True)
     )
     result = micro_batch_loss(batch, logprobs, entropy, policy_loss, settings, denominators)
-    lengths = [len(sequence.sample.predict) for sequence in sequences]
+    lengths = [len(segment.sample.predict) for segment in segments]
     columns = {name: column.split(lengths) for name, column in result.tokens.items()}
-    tokens: dict[SequenceKey, TokenValues] = {}
-    for place, sequence in enumerate(sequences):
-        tokens[sequence.key] = {name: column[place] for name, column in columns.items()}
+    tokens: dict[SegmentKey, TokenValues] = {}
+    for place, segment in enumerate(segments):
+        tokens[segment.key] = {name: column[place] for name, column in columns.items()}
     return 0.0 if result.total is None else float(result.total), tokens
 
 

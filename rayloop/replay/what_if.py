@@ -11,7 +11,7 @@ from rayloop.core.groups import Group, Scored
 from rayloop.grpo.batch import TrainSample
 from rayloop.replay.compare import fate, totals, trained_members
 from rayloop.replay.decisions import Decisions
-from rayloop.replay.losses import Computed, SequenceKey, Shares, TokenRecord
+from rayloop.replay.losses import Computed, SegmentKey, Shares, TokenRecord
 from rayloop.replay.rewards import Rewards
 from rayloop.rollout.step_record import RecordedStep
 
@@ -50,13 +50,13 @@ class GroupChange:
 class TokenChange:
     """A sampled token: its place, advantage and weighted loss.
 
-    ``sequence``: its number among those of the trajectory; ``turn`` and ``token`` count sampled
-    turns of the sequence, and tokens of the turn.
+    ``segment``: its number among those of the trajectory; ``turn`` and ``token`` count sampled
+    turns of the segment, and tokens of the turn.
     """
 
     group: int
     sample: int
-    sequence: int
+    segment: int
     turn: int
     token: int
     advantage: Change
@@ -171,9 +171,9 @@ def _token_changes(
     return sorted(changes, key=lambda change: -change.loss.size)
 
 
-def _by_key(updates: Shares) -> dict[SequenceKey, TrainSample]:
+def _by_key(updates: Shares) -> dict[SegmentKey, TrainSample]:
     shares = chain.from_iterable(updates)
-    return {sequence.key: sequence.sample for sequence in chain.from_iterable(shares)}
+    return {segment.key: segment.sample for segment in chain.from_iterable(shares)}
 
 
 def _places(sample: TrainSample) -> Iterator[tuple[int, int]]:

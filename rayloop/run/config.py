@@ -406,7 +406,7 @@ def _history_problems(environment: EnvironmentSettings) -> Any:
 
 
 def _begins_again(environment: EnvironmentSettings) -> Any:
-    """Why trajectories may have several sequences, over which KL in the reward has no return."""
+    """Why trajectories may have several segments, over which KL in the reward has no return."""
     needs = "policy.loss.kl in the reward needs trajectories of one sequence"
     if not shows_everything(environment.history):
         yield f"{needs}: set environment.history to full"

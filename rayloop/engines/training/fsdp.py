@@ -205,7 +205,7 @@ class FsdpEngine:
         """
         start_time = time.perf_counter()
         check_counts(len(mini_batches), self._device)
-        # Counted before segmenting: a trajectory of several sequences counts once.
+        # Counted before segmenting: a trajectory of several segments counts once.
         trajectories = {
             id(item.trajectory)
             for items in mini_batches
@@ -343,7 +343,7 @@ class FsdpEngine:
     ) -> dict[str, float]:
         """Return the metrics of the step over all ranks, and adapt the loss's coefficients.
 
-        ``trajectories`` counts this rank's share, in whatever number of sequences and epochs. The
+        ``trajectories`` counts this rank's share, in whatever number of segments and epochs. The
         coefficients in the metrics are the ones that these updates had.
         """
         report, metrics, trained = summarize(

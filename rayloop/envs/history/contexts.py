@@ -29,8 +29,8 @@ class Continuation(NamedTuple):
 class Contexts:
     """The contexts of one episode.
 
-    A context that begins with the whole one before it continues it. Any other is a new
-    sequence: answers that are shown unchanged keep their sampled ids, and the rest is rendered.
+    A context that begins with the whole one before it continues it. Any other begins a new
+    segment: answers that are shown unchanged keep their sampled ids, and the rest is rendered.
     """
 
     def __init__(self, renderer: Renderer, history: History, language: LanguageChoice = "") -> None:
@@ -166,7 +166,7 @@ def _joined(pieces: Sequence[Rendered]) -> Rendered:
 
 
 def context_turn(turns: Sequence[Turn]) -> Turn:
-    """Return turns as the one context with which a new sequence of a trajectory begins."""
+    """Return turns as the one context with which a new segment of a trajectory begins."""
     token_ids = chain.from_iterable(turn.token_ids for turn in turns)
     images = chain.from_iterable(turn.images for turn in turns)
     return Turn("context", tuple(token_ids), tuple(images), restart=True)

@@ -49,7 +49,7 @@ class PerToken:
 
 @dataclass(frozen=True)
 class Denominator:
-    """Loss tokens, trajectories (``sequences``) and groups (``prompts``) of an optimizer update.
+    """Loss tokens, trajectories and groups of an optimizer update.
 
     They belong to one stream, over all ranks and micro-batches, and have a weight other than 0 in
     it. They are counted before the backward pass. Trajectories with advantage 0 count although they
@@ -57,8 +57,8 @@ class Denominator:
     """
 
     tokens: float
-    sequences: float
-    prompts: float = 0.0
+    trajectories: float
+    groups: float = 0.0
 
 
 class PolicyLoss:
@@ -303,13 +303,13 @@ def token_weights(
     That loss is ``(weights * loss).sum()``, summed over all micro-batches and ranks.
     ``trajectory_ids`` [N] int64: the trajectory of each token. ``group_tokens`` [N]: the loss
     tokens of each token's group in the update, for prompt-mean; ``trajectory_tokens`` [N]: the loss
-    tokens of its trajectory, where that has several sequences. token-mean: DAPO (arXiv:2503.14476);
+    tokens of its trajectory, where that has several segments. token-mean: DAPO (arXiv:2503.14476);
     seq-mean-token-mean: GRPO (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783). Raises
     ValueError for an empty denominator.
     """
-    if denominator.tokens <= 0 or denominator.sequences <= 0:
+    if denominator.tokens <= 0 or denominator.trajectories <= 0:
         raise ValueError(
-            f"an update over {denominator.tokens:g} tokens of {denominator.sequences:g}"
+            f"an update over {denominator.tokens:g} tokens of {denominator.trajectories:g}"
             " trajectories"
         )
     ones = torch.ones(trajectory_ids.shape, dtype=torch.float32, device=trajectory_ids.device)
@@ -317,15 +317,15 @@ def token_weights(
         case "token-mean":
             return ones / denominator.tokens
         case "seq-mean-token-sum":
-            return ones / denominator.sequences
+            return ones / denominator.trajectories
         case "seq-mean-token-mean":
             if trajectory_tokens is None:
-                # This holds while all tokens of each trajectory are here, as one sequence.
+                # This holds while each trajectory is one segment, which is here.
                 trajectory_tokens = torch.bincount(trajectory_ids)[trajectory_ids]
-            return ones / (denominator.sequences * trajectory_tokens)
+            return ones / (denominator.trajectories * trajectory_tokens)
         case "prompt-mean":
-            if group_tokens is None or denominator.prompts <= 0:
+            if group_tokens is None or denominator.groups <= 0:
                 raise ValueError("aggregation: prompt-mean needs the tokens of each group")
-            return ones / (denominator.prompts * group_tokens)
+            return ones / (denominator.groups * group_tokens)
         case constant:
             return ones / constant

@@ -79,8 +79,8 @@ class LossInputs:
 class TokensElsewhere:
     """Constants [G] of tokens in other micro-batches, which the losses of this one need.
 
-    When an agent restarts its context, its trajectory is several sequences. These are the G tokens
-    of the sequences that are not in this micro-batch. ``trajectory_ids``: the number that the
+    When an agent restarts its context, its trajectory has several segments. These are the G tokens
+    of the segments that are not in this micro-batch. ``trajectory_ids``: the number that the
     trajectory has in this micro-batch.
     """
 

@@ -218,16 +218,16 @@ def test_aggregations_by_hand() -> None:
     expected = {"token-mean": 2.5, "seq-mean-token-sum": 5.0, "seq-mean-token-mean": 3.0, 50: 0.2}
     for aggregation, value in expected.items():
         weights = token_weights(
-            trajectory_ids, settings_for(aggregation), Denominator(tokens=4, sequences=2)
+            trajectory_ids, settings_for(aggregation), Denominator(tokens=4, trajectories=2)
         )
         assert (weights * loss).sum().item() == pytest.approx(value)
     groups = torch.tensor([3, 3, 3, 1])
     weights = token_weights(
-        trajectory_ids, settings_for("prompt-mean"), Denominator(4, 2, prompts=2), groups
+        trajectory_ids, settings_for("prompt-mean"), Denominator(4, 2, groups=2), groups
     )
     assert (weights * loss).sum().item() == pytest.approx((2 + 4) / 2)
     with pytest.raises(ValueError, match="0 tokens"):
-        token_weights(trajectory_ids, PLAIN, Denominator(tokens=0, sequences=2))
+        token_weights(trajectory_ids, PLAIN, Denominator(tokens=0, trajectories=2))
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
