@@ -26,6 +26,7 @@ from rayloop.cluster.loop.recording import described, keep_step, report_skipped,
 from rayloop.cluster.loop.refreshing import RefreshedReference
 from rayloop.cluster.loop.restoring import restore
 from rayloop.cluster.loop.saving import SavedStep, Saving, capture
+from rayloop.cluster.loop.weight_check import WeightCheck
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.attempts import EpisodeRunner
@@ -40,8 +41,8 @@ from rayloop.grpo.advantage import build_advantage, over_step, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.grpo.sight import of_screens, sight_metrics
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.finished import without
-from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.plain import with_present_keys
 from rayloop.run.checkpoint import NOTHING
@@ -246,7 +247,7 @@ class Driver:
         """Run the log-prob check and the weight sync's self-test, before the first step."""
         self.timings.phase = "verify"
         probes = self.rollouts.scheduler.probe_tasks()
-        verifying = self.weight_sync.verify(self.version, probes, self.runner)
+        verifying = WeightCheck(self.weight_sync).verify(self.version, probes, self.runner)
         await until_stopped(self.stopping, verifying)
 
     async def produce(self) -> None:
@@ -400,7 +401,7 @@ class Driver:
         Steps that train on nothing fresh cannot see drift.
         """
         tasks = self.rollouts.scheduler.probe_tasks()
-        observing = self.weight_sync.observe(tasks, self.runner, self.step)
+        observing = WeightCheck(self.weight_sync).observe(tasks, self.runner, self.step)
         # The step is still recorded and saved after a stop.
         with suppress(Preempted):
             self.rollouts.alarms.compared(await until_stopped(self.stopping, observing))

@@ -27,7 +27,7 @@ from rayloop.core.types import (
     derive,
 )
 from rayloop.measure.controls import RIGHT, Item
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.scheduler import ConcurrencyLimit
 from rayloop.rollout.verdict import Call, Context, EpisodeResult, Next, Record, Settle, verdict
 from rayloop.run.config import RunConfig

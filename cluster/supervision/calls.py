@@ -29,7 +29,7 @@ from rayloop.core.groups import Group, Outcome, Ref, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest, Task, Trajectory
 from rayloop.envs.episode import CLOSE_TIMEOUT_S
 from rayloop.rewards.settings import RewardSettings
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.verdict import Call, LostCall, Record
 from rayloop.run.records.rollouts import RolloutRecord
 from rayloop.run.sections import EnvironmentSettings

@@ -87,7 +87,7 @@ class Begin(Event, by="rayloop/run/reporter.py"):
     """The best held-out `reward` so far and its `step`."""
 
 
-class LogprobCheck(Event, by="cluster/loop/weight_sync.py"):
+class LogprobCheck(Event, by="cluster/loop/weight_check.py"):
     """Engine and trainer were compared on fresh episodes.
 
     This happens before the first step, and when drift would not be seen otherwise. To do: when
@@ -108,7 +108,7 @@ class LogprobCheck(Event, by="cluster/loop/weight_sync.py"):
     """The largest `mean` that is allowed."""
 
 
-class SelfTest(Event, by="cluster/loop/weight_sync.py"):
+class SelfTest(Event, by="cluster/loop/weight_check.py"):
     """One group of parameters was changed visibly and synced; the engines must follow."""
 
     group: str

@@ -104,7 +104,7 @@ class BadData(Event, by="cluster/supervision/attempts.py"):
     why: str
 
 
-class LogprobWarning(Event, by="cluster/loop/weight_sync.py"):
+class LogprobWarning(Event, by="cluster/loop/weight_check.py"):
     """The log-prob check or the self-test failed, and `weight_sync.logprob_check` is warn.
 
     To do: what `why` says.
@@ -113,7 +113,7 @@ class LogprobWarning(Event, by="cluster/loop/weight_sync.py"):
     why: str
 
 
-class ProbeFailed(Event, by="cluster/loop/weight_sync.py"):
+class ProbeFailed(Event, by="cluster/loop/weight_check.py"):
     """A task could not be played for a comparison; another one is played.
 
     To do: look at the task if it comes again.
@@ -125,7 +125,7 @@ class ProbeFailed(Event, by="cluster/loop/weight_sync.py"):
     why: str
 
 
-class DriftUnknown(Event, by="cluster/loop/weight_sync.py"):
+class DriftUnknown(Event, by="cluster/loop/weight_check.py"):
     """Fresh episodes were to be compared, and there were none.
 
     To do: nothing; it is tried again ten steps later.

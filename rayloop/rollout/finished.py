@@ -16,7 +16,7 @@ from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.selection import Selection, select
 from rayloop.grpo.settings import AlgorithmSettings
 from rayloop.grpo.staleness import AcceptanceRate, expired
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.plain import (
     Store,
     group_from_plain,

@@ -16,8 +16,8 @@ from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.selection import enough
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.finished import FinishedGroups, ReadyGroups
-from rayloop.rollout.history import FailureHistory
 from rayloop.rollout.plain import Store, with_present_keys
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupRunner, GroupScheduler
 from rayloop.run.config import RunConfig

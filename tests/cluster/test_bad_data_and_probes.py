@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from rayloop.cluster.loop.weight_check import WeightCheck
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.supervision.attempts import evaluate_answers
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Sampling, Task
 from rayloop.measure.controls import RIGHT, Item
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.run.held_out import AnswerRequest
 from rayloop.run.sections import EnvironmentSettings
 from tests.support.stand_ins import (
@@ -140,15 +141,15 @@ async def probe(made: World, purpose: str = "log-prob check") -> list[Any]:
     """What the proof at the start does first: an episode on each of the first tasks."""
     reporter: Any = SimpleNamespace(event=made._emit)
     player = await made.player()
-    weight_sync = WeightSync(made.config, player.services, reporter)
-    return await weight_sync._probe(made.rollouts.scheduler.probe_tasks(), player, purpose)
+    check = WeightCheck(WeightSync(made.config, player.services, reporter))
+    return await check._probe(made.rollouts.scheduler.probe_tasks(), player, purpose)
 
 
 @pytest.mark.parametrize("probes", [1, 3])
 def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(
     world: Make, probes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.cluster.loop.weight_sync.PROBE_TASKS", probes)
+    monkeypatch.setattr("rayloop.cluster.loop.weight_check.PROBE_TASKS", probes)
 
     def first_hangs(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
@@ -177,13 +178,10 @@ def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> N
     async def twice() -> None:
         reporter: Any = SimpleNamespace(event=made._emit)
         player = await made.player()
-        weight_sync = WeightSync(made.config, player.services, reporter)
+        check = WeightCheck(WeightSync(made.config, player.services, reporter))
         for purpose in ("log-prob check", "language"):
             assert (
-                len(
-                    await weight_sync._probe(made.rollouts.scheduler.probe_tasks(), player, purpose)
-                )
-                == 4
+                len(await check._probe(made.rollouts.scheduler.probe_tasks(), player, purpose)) == 4
             )
 
     asyncio.run(twice())
@@ -270,15 +268,16 @@ async def no_records(group: Group) -> tuple[list[Any], dict[str, bytes]]:
 def test_a_number_that_hung_as_a_probe_is_free_for_another_task(
     world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayloop.cluster.loop.weight_sync.PROBE_TASKS", 1)
+    monkeypatch.setattr("rayloop.cluster.loop.weight_check.PROBE_TASKS", 1)
     made = world(hangs, environment={"actors": 2})
 
     async def two() -> None:
         player = await made.player()
-        weight_sync = WeightSync(made.config, player.services, SimpleNamespace(event=made._emit))  # type: ignore[arg-type]
+        sync = WeightSync(made.config, player.services, SimpleNamespace(event=made._emit))  # type: ignore[arg-type]
+        check = WeightCheck(sync)
         bad, good = made.rollouts.dataset[3], made.rollouts.dataset[4]
-        assert len(await weight_sync._probe([bad, good], player, "log-prob check")) == 1
-        assert len(await weight_sync._probe([good], player, "language")) == 1
+        assert len(await check._probe([bad, good], player, "log-prob check")) == 1
+        assert len(await check._probe([good], player, "language")) == 1
 
     asyncio.run(two())
 

@@ -25,7 +25,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.loop.saving import Saving, capture
-from rayloop.cluster.loop.weight_sync import WeightSync
+from rayloop.cluster.loop.weight_check import WeightCheck
 from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.deadlines import until_stopped
@@ -187,7 +187,7 @@ def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -
     stage.rank.join(f"file://{tmp_path}/rendezvous")
     stage.start = stage.weights()
 
-    async def probe(self: WeightSync, tasks: Any, player: Any, purpose: str) -> list[str]:
+    async def probe(self: WeightCheck, tasks: Any, player: Any, purpose: str) -> list[str]:
         await asyncio.sleep(0)
         return [purpose]
 
@@ -201,7 +201,7 @@ def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -
     async def evaluate(self: Driver) -> None:
         raise Begun
 
-    monkeypatch.setattr(WeightSync, "_probe", probe)
+    monkeypatch.setattr(WeightCheck, "_probe", probe)
     monkeypatch.setattr(PolicyGroup, "compare", compare)
     monkeypatch.setattr(Driver, "evaluate", evaluate)
     yield stage

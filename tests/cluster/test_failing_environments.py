@@ -23,7 +23,7 @@ from rayloop.core.failures import (
 )
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.sections import EnvironmentSettings
 from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, broken, failed, hangs

@@ -38,7 +38,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.manager import FetchBatch, RolloutManager
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout
 from rayloop.run.config import RunConfig

@@ -24,6 +24,7 @@ from rayloop.actors.environment import EnvironmentActor
 from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.loop.loggers import open_logger
+from rayloop.cluster.loop.weight_check import WeightCheck
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.cluster.supervision.policy_group import PolicyGroup
@@ -34,7 +35,7 @@ from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.models.saving import save_model
 from rayloop.engines.training import collator
 from rayloop.rollout.colocation import Colocation
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows
@@ -116,7 +117,7 @@ class Stage:
 
     async def sync_and_verify(self) -> None:
         await self.weight_sync.send(START)
-        await self.weight_sync.verify(START, self.tasks, self.runner)
+        await WeightCheck(self.weight_sync).verify(START, self.tasks, self.runner)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [
@@ -373,13 +374,13 @@ def test_rounding_in_bfloat16_is_no_failure_of_the_self_test(
     config = configuration(
         tmp_path, picture_model, rollout__engine__dtype=dtype, policy__engine__dtype=dtype
     )
-    weight_sync = WeightSync(config, None, None)  # type: ignore[arg-type]
-    weight_sync._unchanged = LogprobGap(10, 1e-4, 1e-3)
+    check = WeightCheck(WeightSync(config, None, None))  # type: ignore[arg-type]
+    check._unchanged = LogprobGap(10, 1e-4, 1e-3)
     moved, follows = LogprobGap(10, 0.9, 3.0), LogprobGap(10, 0.2, 1.0)
     with nullcontext() if arrived else pytest.raises(WeightSyncError, match="did not arrive"):
-        weight_sync._check_arrival("language", moved, follows)
+        check._check_arrival("language", moved, follows)
     with pytest.raises(WeightSyncError, match="did not arrive"):
-        weight_sync._check_arrival("language", moved, dataclasses.replace(follows, mean=0.31))
+        check._check_arrival("language", moved, dataclasses.replace(follows, mean=0.31))
 
 
 # Warnings -----------------------------------------------------------------------------------------
@@ -410,7 +411,7 @@ def test_a_warning_lets_the_run_go_on_with_the_weights_of_the_start(
 async def observe(stage: Stage) -> None:
     stage.tasks = stage.tasks[:3]
     await stage.weight_sync.send(START)
-    stage.found = await stage.weight_sync.observe(stage.tasks, stage.runner, 10)
+    stage.found = await WeightCheck(stage.weight_sync).observe(stage.tasks, stage.runner, 10)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import yaml
 
 from rayloop.core.failures import Cause, Failure, Scope
 from rayloop.core.types import RolloutRequest, Sampling, Task, TrajectoryId
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.verdict import (
     Call,
     Context,

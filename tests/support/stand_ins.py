@@ -28,7 +28,7 @@ from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.colocation import Colocation
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows

@@ -43,7 +43,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.rollout import plain
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.scheduler import GroupRequest
 from rayloop.run.checkpoint import STRUCTURE, TENSORS, Checkpoint

@@ -16,7 +16,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task
 from rayloop.data.cursor import TaskCursor
 from rayloop.recipes.arc_vision.data import LargeFirst
-from rayloop.rollout.history import FailureHistory
+from rayloop.rollout.failed_episodes import FailureHistory
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
