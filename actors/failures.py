@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import ray
-import yaml
 from ray import exceptions
 
 from rayloop.core.failures import (
@@ -24,6 +23,7 @@ from rayloop.core.failures import (
     WorkerSpent,
     WorkerStartFailed,
 )
+from rayloop.core.files import yaml_data
 from rayloop.core.groups import Ref
 
 T = TypeVar("T")
@@ -49,11 +49,10 @@ class FailureAction(StrEnum):
 
 
 REPLACE, REBUILD, EXCLUDE, END = FailureAction
-_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 ACTIONS: Mapping[type[BaseException], tuple[FailureAction, str]] = MappingProxyType(
     {
         resolve_name(name): (FailureAction[action.upper()], reason)
-        for name, (action, reason) in _TABLE.items()
+        for name, (action, reason) in yaml_data(Path(__file__).with_suffix(".yaml")).items()
     }
 )
 """By class, with the reason. Another class has the action of its nearest base, or END."""

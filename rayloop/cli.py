@@ -5,6 +5,7 @@ machines failed, start again; 75 stopped after saving.
 """
 
 import argparse
+import gc
 import io
 import os
 import select
@@ -99,6 +100,11 @@ SPINS = "1000"
 They take some 50 us on Intel, where a look takes 140 cycles. Threads that spin for long (the
 default) bring actors that share cores to a stop; docs/performance.md has the cost of each count.
 """
+OBJECTS_PER_COLLECTION = 20_000
+"""New objects after which Python looks for garbage; its own 700 take a tenth of a start's time.
+
+Imports make a few hundred thousand objects that all stay.
+"""
 EXAMPLES = """examples:
   python -m rayloop train mine.yaml steps=20     train; the same command continues a run that ended
   python -m rayloop try mine.yaml --row 7        one row, two answers and their rewards, in seconds
@@ -141,6 +147,7 @@ def main(
 
     A RayloopError is a paragraph on stderr.
     """
+    gc.set_threshold(OBJECTS_PER_COLLECTION)
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A text of a row or a policy must not end a command that prints it.

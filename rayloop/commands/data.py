@@ -22,7 +22,7 @@ from rayloop.core.types import Task
 from rayloop.data.dataset import ChatRows, Dataset
 from rayloop.data.published import prepare
 from rayloop.data.validation import Checked, Length, check, leaks
-from rayloop.envs.grammar.choice import ANY_MODEL
+from rayloop.envs.grammar.family import ANY_MODEL
 from rayloop.envs.grammar.screens import ScreenSettings
 from rayloop.measure.controls import solved_tasks
 from rayloop.run.config import RunConfig, read

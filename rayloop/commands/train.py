@@ -107,7 +107,7 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
-    from rayloop.envs.grammar.choice import listeners
+    from rayloop.envs.grammar.family import listeners
     from rayloop.sft.answers import try_first
     from rayloop.sft.stage import SftConfig
 

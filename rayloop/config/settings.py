@@ -39,13 +39,14 @@ class SettingsModel(BaseModel):
     """Base of every settings class.
 
     Unknown keys are errors, numbers are finite unless a field allows more by name, values are
-    immutable, docstrings are the reference.
+    immutable. The text below a field is its entry on the reference page.
     """
 
+    # Without ``use_attribute_docstrings``, for which pydantic reads the source of every class at
+    # each start of a process; ``tools.pages.settings`` reads the texts for the pages.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
         populate_by_name=True,
         allow_inf_nan=False,
     )

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import yaml
 from isal import isal_zlib  # zlib's CRC-32, several times faster
 
 from rayloop.core.failures import (
@@ -28,8 +29,15 @@ if sys.platform != "win32":
     import fcntl
 
 ROOT_USER_ID = 0
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Reads plain data. The one in C is missing where PyYAML was built without libyaml."""
 _CHUNK_BYTES = 2**22
 """Bytes that are read at once."""
+
+
+def yaml_data(path: Path) -> Any:
+    """The plain data of a YAML file. Raises OSError, UnicodeDecodeError, yaml.YAMLError."""
+    return yaml.load(path.read_text(encoding="utf-8"), YAML_LOADER)
 
 
 def lock_file(file: IO[str], *, wait: bool = False) -> None:

@@ -9,8 +9,10 @@ OTHER = "other"
 """The row of reports that have none."""
 REFUSED = "refused"
 """The class of a report that the policy sees, and after which it may try again."""
-_TABLE: Mapping[str, Mapping[str, Sequence[str]]] = yaml.safe_load(
-    Path(__file__).with_name("failures.yaml").read_text(encoding="utf-8")
+# By libyaml where it is installed: every process reads the table when it starts.
+_TABLE: Mapping[str, Mapping[str, Sequence[str]]] = yaml.load(
+    Path(__file__).with_name("failures.yaml").read_text(encoding="utf-8"),
+    getattr(yaml, "CSafeLoader", yaml.SafeLoader),
 )
 """Protocol -> report -> its class, and why it has that class."""
 

@@ -24,8 +24,7 @@ from rayloop.core.model_families import learned_positions, positions, unsupporte
 from rayloop.core.model_files import hashed
 from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
 from rayloop.engines.shape import ModelSource
-from rayloop.envs.grammar.choice import AUTO, Model, chosen, listeners, spoken
-from rayloop.envs.grammar.language import spoken_format
+from rayloop.envs.grammar.family import AUTO, listeners
 from rayloop.envs.history.policies import shows_everything
 from rayloop.grpo.idle import Situation, idle
 from rayloop.launch.ray_variables import in_job
@@ -102,6 +101,10 @@ class Prepared:
         config = self.config
         if not listeners(config):
             return self
+        # Most runs have no action language, and start without the modules that read one.
+        from rayloop.envs.grammar.choice import Model, chosen, spoken
+        from rayloop.envs.grammar.language import spoken_format
+
         described: dict[str, Any] = {}
         try:
             described = read_json(self.model.files.folder / "config.json")

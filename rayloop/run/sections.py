@@ -15,8 +15,7 @@ from rayloop.engines.settings import (
     OptimizerSettings,
     TransformersEngineSettings,
 )
-from rayloop.envs.grammar.choice import AUTO
-from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
+from rayloop.envs.grammar.family import AUTO, LANGUAGE, LanguageChoice
 from rayloop.envs.history.policies import HISTORY, WINDOW, component
 from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
 from rayloop.grpo.losses.settings import LOSS, LossChoice, PpoLoss

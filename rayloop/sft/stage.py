@@ -34,8 +34,8 @@ from rayloop.core.types import (
 )
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.shape import ModelSource
-from rayloop.envs.grammar.choice import AUTO, Model, chosen, spoken
-from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
+from rayloop.envs.grammar.choice import Model, chosen, spoken
+from rayloop.envs.grammar.family import AUTO, LANGUAGE, LanguageChoice
 from rayloop.envs.grammar.screens import asked_in
 from rayloop.envs.history.contexts import Contexts, context_turn
 from rayloop.envs.history.past import AnswerReader, Past

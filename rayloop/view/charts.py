@@ -7,13 +7,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rayloop.core.files import yaml_data
 from rayloop.view.reader import Record, matching, series
 
 HELD_OUT = ("val_sampled/reward/mean", "val/reward/mean")
-_TABLE = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8"))
-CHARTS = tuple((title, *names) for title, names in _TABLE.items())
+CHARTS = tuple(
+    (title, *names) for title, names in yaml_data(Path(__file__).with_name("charts.yaml")).items()
+)
 """The title of each chart, followed by its metrics."""
 COUNTS = (
     "filtered/",

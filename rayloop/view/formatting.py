@@ -8,9 +8,9 @@ from typing import Any
 from unicodedata import category
 
 import jinja2
-import yaml
 
 from rayloop.config.explain import short
+from rayloop.core.files import yaml_data
 from rayloop.core.groups import Outcome, Scored
 from rayloop.measure.report import table
 from rayloop.run.records.rollouts import RolloutRecord
@@ -22,9 +22,7 @@ _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 Tabs, line breaks, and the joiners of scripts and emoji are not.
 """
 
-TEMPLATES: dict[str, str] = yaml.safe_load(
-    (Path(__file__).parent / "words.yaml").read_text(encoding="utf-8")
-)
+TEMPLATES: dict[str, str] = yaml_data(Path(__file__).with_name("words.yaml"))
 PHASES = {
     "start": "starting actors",
     "verify": "checking that engine and trainer agree",

@@ -16,9 +16,7 @@ from rayloop.core.protocols import Box
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import probe
 from rayloop.data.messages import PLACEHOLDER, field, image_entry
-from rayloop.envs.grammar.choice import ANY_MODEL
-from rayloop.envs.grammar.family import INSTRUCTION, LANGUAGE, LanguageChoice
-from rayloop.envs.grammar.screens import asked_in
+from rayloop.envs.grammar.family import ANY_MODEL, INSTRUCTION, LANGUAGE, LanguageChoice
 
 PROMPTS = Path(__file__).parent / "prompts"
 """Texts that ``template`` names."""
@@ -115,6 +113,9 @@ class ScreenRows(GroundingRows):
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """As ``GroundingRows.task``."""
+        # The other readers of this module need no action language.
+        from rayloop.envs.grammar.screens import asked_in
+
         task = super().task(row, where, root)
         return asked_in(self._language, dataclasses.replace(task, bare=True))
 

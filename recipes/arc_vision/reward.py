@@ -15,8 +15,6 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Box, ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.envs.grammar.actions import Mistake
-from rayloop.envs.grammar.screens import ScreenSettings
 from rayloop.recipes.arc_vision.boxes import Size, answered, confidence, grounding, parse_box
 from rayloop.recipes.arc_vision.data import box
 from rayloop.recipes.arc_vision.original import (
@@ -41,7 +39,6 @@ from rayloop.recipes.arc_vision.terms import (
     tool_term,
     weighted_sum,
 )
-from rayloop.view.screen_turns import actions_of, mark
 
 _SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {
@@ -87,34 +84,6 @@ class IoUReward:
             answer, flag = answered(text, size_of(trajectory, task, self._settings))
         components = grounding(answer, truth)
         return Scored(components["iou"], components, (flag,) if flag else ())
-
-
-class ClickReward:
-    """1 where a turn in the model's language acts within the task's box, else 0.
-
-    It has the components and flags of ``IoUReward``, for a box without an area. A turn without a
-    place is ``unparsable``, too.
-    """
-
-    Settings = ScreenSettings
-
-    def __init__(self, settings: ScreenSettings) -> None:
-        self._settings = settings
-
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """The click. Raises DataFailure when the ground truth is not a box."""
-        truth = box(task.ground_truth, f"ground truth of task {task.id}")
-        size = size_of(trajectory, task, IoUReward.Settings(pixels="image"))
-        if size is None:
-            return Scored(0.0, grounding(None, truth), ("unknown_size",))
-        width, height = map(int, size)
-        actions = actions_of(context.texts[-1], self._settings, (width, height))
-        marks = [] if isinstance(actions, Mistake) else list(filter(None, map(mark, actions)))
-        if not marks:
-            return Scored(0.0, grounding(None, truth), ("unparsable",))
-        x, y = marks[0]["at"][:2]
-        components = grounding((x / width, y / height, x / width, y / height), truth)
-        return Scored(components["click"], components)
 
 
 class ArcVisionReward:

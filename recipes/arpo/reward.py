@@ -8,8 +8,8 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.envs.grammar.actions import Mistake
 from rayloop.envs.grammar.arpo import Broken, parsed
-from rayloop.envs.grammar.choice import ANY_MODEL, OriginalSpeaks
-from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice
+from rayloop.envs.grammar.choice import OriginalSpeaks
+from rayloop.envs.grammar.family import ANY_MODEL, LANGUAGE, LanguageChoice
 from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
 

@@ -135,7 +135,7 @@ CASES = [
     ),
     RewardCase("rayloop.recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
     RewardCase(
-        "rayloop.recipes.arc_vision.reward:ClickReward",
+        "rayloop.recipes.arc_vision.click_reward:ClickReward",
         "Action: click(start_box='(84,42)')",
         "Action: click(start_box='(150,42)')",
         BOX,

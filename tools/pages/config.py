@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from rayloop.config.explain import item, kind_of, members, models, walk
 from rayloop.config.settings import Component, NoSettings
 from rayloop.config.yaml_source import KeyPath, dotted
+from tools.pages.settings import field_texts
 
 HEADER = """# Configuration
 
@@ -57,7 +58,7 @@ COMPONENTS = {
         "rayloop.judge.reward:JudgeReward",
         "rayloop.recipes.arc_vision.reward:ArcVisionReward",
         "rayloop.recipes.arc_vision.reward:IoUReward",
-        "rayloop.recipes.arc_vision.reward:ClickReward",
+        "rayloop.recipes.arc_vision.click_reward:ClickReward",
         "rayloop.recipes.arpo.reward:ArpoReward",
         "rayloop.recipes.chart_rvr.rewards.reward:ChartReward",
         "rayloop.recipes.chart_rvr.measure:ChartAnswer",
@@ -192,7 +193,7 @@ def leaf_keys(model: type[BaseModel]) -> dict[str, list[str]]:
     for path, current in walk(model):
         for name, info in current.model_fields.items():
             key = dotted((*path, info.alias or name))
-            text = info.description or ""
+            text = field_texts(current)[name]
             if _tag(current, name):
                 text = texts_of_sections[dotted(path).removesuffix(".*")]
             if _takes_value(info.annotation):
@@ -237,7 +238,7 @@ def _table(model: type[BaseModel]) -> list[str]:
     for name, info in model.model_fields.items():
         if _tag(model, name):
             continue  # it stands in the heading
-        meaning = _linked(" ".join((info.description or "").split()).replace("``", "`"))
+        meaning = _linked(" ".join(field_texts(model)[name].split()).replace("``", "`"))
         cells = (f"`{info.alias or name}`", _type(info), _default(info), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlencode
 
-import yaml
-
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
+from rayloop.core.files import yaml_data
 from rayloop.core.types import Task
 from rayloop.envs.browser.web import WebPage
 
@@ -78,5 +77,5 @@ class Phone(WebPage):
 @functools.cache
 def tasks() -> Mapping[str, PhoneTask]:
     """Return the shipped tasks by id."""
-    content = yaml.safe_load((SHIPPED / "tasks.yaml").read_text(encoding="utf-8"))
+    content = yaml_data(SHIPPED / "tasks.yaml")
     return {entry["id"]: PhoneTask.model_validate(entry) for entry in content}

@@ -5,17 +5,20 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, model_validator
-from pydantic.fields import FieldInfo
 
-from rayloop.config.settings import Component, SettingsModel, components
+from rayloop.config.settings import Component, SettingsModel
 from rayloop.config.yaml_source import KeyPath, dotted
 from rayloop.core.failures import ConfigError
-from rayloop.envs.grammar.family import LANGUAGE, LanguageChoice, longest_name
+from rayloop.envs.grammar.family import (
+    ANY_MODEL,
+    AUTO,
+    LanguageChoice,
+    listeners,
+    longest_name,
+    settings_of,
+)
 from rayloop.envs.grammar.language import action_format, names
 
-AUTO = "auto"
-ANY_MODEL = "ui_tars"
-"""The language that any model may learn: it has no tools and few words."""
 S = TypeVar("S", bound=SettingsModel)
 
 
@@ -140,22 +143,6 @@ def _pointing(language: LanguageChoice, model: Model) -> Mapping[str, Any]:
         return {}
     entry = action_format(language).of_models(model.type, *model.names)
     return entry.pointing if entry else {}
-
-
-def listeners(settings: BaseModel) -> list[tuple[KeyPath, Component]]:
-    """Return the components of settings that take the run's language, with their paths."""
-    found = []
-    for path, component in components(settings):
-        field = settings_of(component).get("language")
-        if field is not None and LANGUAGE in field.metadata:
-            found.append((path, component))
-    return found
-
-
-def settings_of(component: Component) -> Mapping[str, FieldInfo]:
-    """Return the settings of a component by name; empty for a function."""
-    model = component.settings_class()
-    return model.model_fields if model else {}
 
 
 def _put(value: Any, path: KeyPath, new: Any) -> Any:

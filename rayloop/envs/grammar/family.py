@@ -2,13 +2,18 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field
+from pydantic.fields import FieldInfo
 
-from rayloop.config.settings import Component, Role, SettingsModel
+from rayloop.config.settings import Component, Role, SettingsModel, components
+from rayloop.config.yaml_source import KeyPath
 from rayloop.core.types import Message
-from rayloop.envs.grammar.rules import Extent
+
+if TYPE_CHECKING:
+    # The settings of every run are built on this module, and few runs read rules of calls.
+    from rayloop.envs.grammar.rules import Extent
 
 INSTRUCTION = "{instruction}"
 """The text in a prompt that the task's instruction replaces."""
@@ -21,6 +26,10 @@ LANGUAGE = Role("language", ("read", "write"))
 """
 LanguageChoice = Component | str
 """The name of a shipped language, the path of a file (*.yaml), or a class with read and write."""
+AUTO = "auto"
+"""The choice that leaves the language to the model's name and type."""
+ANY_MODEL = "ui_tars"
+"""The language that any model may learn: it has no tools and few words."""
 
 
 class Models(SettingsModel):
@@ -107,7 +116,7 @@ class LanguageFile(SettingsModel):
         return prompt
 
     def messages(
-        self, screen: str, unit: Extent, instruction: Sequence[Any], shown: Sequence[Any]
+        self, screen: str, unit: "Extent", instruction: Sequence[Any], shown: Sequence[Any]
     ) -> tuple[Message, ...]:
         """Return an episode's first messages.
 
@@ -125,7 +134,7 @@ class LanguageFile(SettingsModel):
             return (user,)
         return Message("system", (self._filled(prompt, prompt.system, unit),)), user
 
-    def _filled(self, prompt: ScreenPrompt, text: str, unit: Extent) -> str:
+    def _filled(self, prompt: ScreenPrompt, text: str, unit: "Extent") -> str:
         tools = "\n".join(
             json.dumps({"type": "function", "function": {"name": name, **self.tools[name]}})
             for name in prompt.tools
@@ -139,6 +148,22 @@ class LanguageFile(SettingsModel):
         """Return the entry that has the model's type, and of several the one with its name."""
         fitting = [entry for entry in self.models if model_type in entry.types]
         return max(fitting, key=lambda entry: longest_name(entry, names), default=None)
+
+
+def listeners(settings: BaseModel) -> list[tuple[KeyPath, Component]]:
+    """Return the components of settings that take the run's language, with their paths."""
+    found = []
+    for path, component in components(settings):
+        field = settings_of(component).get("language")
+        if field is not None and LANGUAGE in field.metadata:
+            found.append((path, component))
+    return found
+
+
+def settings_of(component: Component) -> Mapping[str, FieldInfo]:
+    """Return the settings of a component by name; empty for a function."""
+    model = component.settings_class()
+    return model.model_fields if model else {}
 
 
 def longest_name(entry: Models, names: Sequence[str]) -> int:

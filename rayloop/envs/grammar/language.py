@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeGuard
 
-import yaml
-
 from rayloop.config.settings import SettingsModel, local_path
+from rayloop.core.files import yaml_data
 from rayloop.envs.grammar import bodies
 from rayloop.envs.grammar.actions import (
     Action,
@@ -355,7 +354,7 @@ def _content(name: str) -> dict[str, Any]:
         file = local_path(name)
     elif name not in names():
         raise ValueError(f"{name!r} is not a language; there are {', '.join(names())}")
-    content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    content: dict[str, Any] = yaml_data(file)
     if "like" not in content:
         return content
     inherited = _content(content["like"])

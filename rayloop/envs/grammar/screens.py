@@ -20,8 +20,14 @@ from rayloop.data.resizing import smart_resize
 from rayloop.envs.grammar.actions import Action, Mistake, Point, Scroll, Sleep
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.basic import BasicActions
-from rayloop.envs.grammar.choice import ANY_MODEL, OriginalSpeaks
-from rayloop.envs.grammar.family import INSTRUCTION, LANGUAGE, LanguageChoice, LanguageFile
+from rayloop.envs.grammar.choice import OriginalSpeaks
+from rayloop.envs.grammar.family import (
+    ANY_MODEL,
+    INSTRUCTION,
+    LANGUAGE,
+    LanguageChoice,
+    LanguageFile,
+)
 from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.grammar.rules import Extent
 

@@ -1,18 +1,13 @@
 """An episode so far, as a history policy gets it, and what the policy may make of it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rayloop.core.types import ImageSource, Message
-from rayloop.envs.grammar.actions import Mistake
 from rayloop.envs.grammar.family import LanguageChoice
-from rayloop.envs.grammar.language import ActionFormat, spoken_format
-from rayloop.envs.grammar.rules import Extent
 
-UNIT = Extent(1000, 1000)
-"""The size of the screen for which an earlier answer is written again: points stay as they are."""
 THOUGHT_END = "</think>"
 
 
@@ -88,21 +83,16 @@ class AnswerReader:
     """Makes answers of texts, as the environment's ``language`` reads them; "": it has none."""
 
     def __init__(self, language: LanguageChoice = "") -> None:
-        self._format: ActionFormat | None = spoken_format(language) if language else None
+        self._action_and_summary: Callable[[str, str], tuple[str, str]] | None = None
+        if language:
+            # Most environments have no language, and start without the modules that read one.
+            from rayloop.envs.history.language_answers import LanguageAnswers
+
+            self._action_and_summary = LanguageAnswers(language).action_and_summary
 
     def answer(self, number: int, text: str) -> PastAnswer:
         """Return the answer ``number``; a text that the language cannot read is its own action."""
         unread = text.rpartition(THOUGHT_END)[2].lstrip() if THOUGHT_END in text else text
-        if self._format is None:
+        if self._action_and_summary is None:
             return PastAnswer(number, text, unread, unread)
-        turn = self._format.read(text, UNIT)
-        if isinstance(turn, Mistake):
-            return PastAnswer(number, text, unread, unread)
-        if not turn.thought:
-            return PastAnswer(number, text, text, turn.summary or text)
-        try:
-            action = self._format.write(dataclasses.replace(turn, thought=""), UNIT)
-        except ValueError:
-            # The language reads more than it writes.
-            action = unread
-        return PastAnswer(number, text, action, turn.summary or action)
+        return PastAnswer(number, text, *self._action_and_summary(text, unread))

@@ -11,7 +11,6 @@ from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.failures import ConfigError
 from rayloop.core.types import ImageSource, Message
 from rayloop.envs.grammar.family import LanguageChoice, LanguageFile
-from rayloop.envs.grammar.language import spoken_format
 from rayloop.envs.history.past import History, Past, PastAnswer, Shown
 from rayloop.envs.settings import EnvironmentKind
 
@@ -228,6 +227,9 @@ def of_language(history: Component, language: LanguageChoice, screen: str, name:
     policy: History = history.build()
     if not isinstance(policy, ByLanguage):
         return policy
+    # Only a history that follows the language reads its file.
+    from rayloop.envs.grammar.language import spoken_format
+
     file = spoken_format(language) if language else None
     if not isinstance(file, LanguageFile):
         raise ConfigError(

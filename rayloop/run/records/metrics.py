@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import yaml
+from rayloop.core.files import yaml_data
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ class Metric:
 _PART = re.compile(r"<(\w+)>")
 
 TABLE = Path(__file__).with_name("metrics.yaml")
-METRICS = tuple(
-    Metric(name, *row) for name, row in yaml.safe_load(TABLE.read_text(encoding="utf-8")).items()
-)
+METRICS = tuple(Metric(name, *row) for name, row in yaml_data(TABLE).items())
 
 
 def validate(names: Iterable[str]) -> tuple[str, ...]:

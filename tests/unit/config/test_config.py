@@ -36,6 +36,7 @@ from rayloop.serve_apps.settings import ServeFile
 from rayloop.sft.stage import SftConfig
 from tests.support.runs import set_key, settings
 from tools.pages.config import COMPONENTS, components_page, describe, leaf_keys, page
+from tools.pages.settings import field_texts
 
 Write = Callable[..., Path]
 
@@ -582,7 +583,7 @@ def meanings(*roots: type[BaseModel]) -> dict[str, str]:
     speak for themselves.
     """
     return {
-        f"{model.__name__}.{name}": info.description or ""
+        f"{model.__name__}.{name}": field_texts(model)[name]
         for root in roots
         for _, model in walk(root)
         for name, info in model.model_fields.items()

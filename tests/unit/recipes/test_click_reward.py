@@ -12,8 +12,8 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task
 from rayloop.engines.shape import ModelSource
 from rayloop.envs.grammar.screens import ScreenSettings
+from rayloop.recipes.arc_vision.click_reward import ClickReward
 from rayloop.recipes.arc_vision.data import ScreenRows
-from rayloop.recipes.arc_vision.reward import ClickReward
 from rayloop.rewards.saved import EMPTY_TRAJECTORY
 from rayloop.run.config import read
 from rayloop.run.preflight import Prepared

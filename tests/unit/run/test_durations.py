@@ -17,6 +17,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig, read
 from rayloop.run.lifetime import DURATIONS, check_durations, value_of
 from tests.support.runs import ROOT, settings
+from tools.pages.settings import field_texts
 
 
 def config(folder: Path, **changes: object) -> RunConfig:
@@ -80,7 +81,7 @@ def seconds() -> set[str]:
         dotted((*path, name))
         for path, model in walk(RunConfig)
         for name, info in model.model_fields.items()
-        if info.annotation is float and re.match(r"Seconds\b", info.description or "")
+        if info.annotation is float and re.match(r"Seconds\b", field_texts(model)[name])
     }
 
 
