@@ -122,14 +122,14 @@ class PolicyLoss:
             "entropy": entropy,
         }
         inputs = self._inputs(tokens)
-        weights, surrogate = self._weights_and_surrogate(inputs, tokens, elsewhere)
+        weights, outputs = self._weights_and_surrogate(inputs, tokens, elsewhere)
         # Tokens that were not chosen stay in the denominator (arXiv:2506.01939).
-        rl = weights.weight * (surrogate.loss if chosen is None else surrogate.loss * chosen)
+        rl = weights.weight * (outputs.loss if chosen is None else outputs.loss * chosen)
         perception_kl = None
         if masked_logprobs is not None:
             perception_kl = _perception_kl(logprobs, masked_logprobs)
         rl = self._with_terms(rl, entropy, perception_kl, weights.left_out)
-        metrics = _metrics(inputs, old_logprobs, weights, surrogate, lag, perception_kl)
+        metrics = _metrics(inputs, old_logprobs, weights, outputs, lag, perception_kl)
         return PerToken(rl, self._kl(inputs, weights), -logprobs, metrics)
 
     def _with_terms(
@@ -239,7 +239,7 @@ def _metrics(
     inputs: LossInputs,
     old_logprobs: Tensor,
     weights: correction.Weights,
-    surrogate: LossOutputs,
+    outputs: LossOutputs,
     lag: Tensor | None,
     perception_kl: Tensor | None,
 ) -> LossMetrics:
@@ -249,7 +249,7 @@ def _metrics(
         kl = k3(inputs.logprobs.detach(), inputs.ref_logprobs)
     return LossMetrics.of(
         ratio=inputs.ratio,
-        clips=surrogate,
+        clips=outputs,
         capped=weights.capped,
         mismatch=old_logprobs - inputs.rollout_logprobs,
         mismatch_k3=k3(inputs.rollout_logprobs, old_logprobs),
