@@ -52,8 +52,9 @@ def session(
         finally:
             ray.shutdown()
         return
+    # A short name: the sockets below it have long paths.
     with tempfile.TemporaryDirectory(
-        prefix="ray-", dir=temporary, ignore_cleanup_errors=True
+        prefix="", dir=temporary, ignore_cleanup_errors=True
     ) as folder:
         visible_gpus = _gpus()
         if needed.get("GPU", 0) > visible_gpus:

@@ -49,7 +49,7 @@ After five failures in a row it is lost: in 5 s when it refuses connections.
 """
 MAX_SOCKET_PATH_BYTES = 107
 """Bytes in the path of a Unix socket, on Linux."""
-LONGEST_SOCKET_PATH = "ray-12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+LONGEST_SOCKET_PATH = "12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """The longest path of a socket below the folder of a private cluster's files.
 
 cluster/session.py makes the first folder in it, Ray the others.

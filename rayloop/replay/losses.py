@@ -325,8 +325,7 @@ def _micro_batch(
         return 0.0, {}
     batch = pack([segment.sample for segment in segments])
     logprobs, entropy = (
-        torch.cat(column)
-        for column in zip(*(segment.scores for segment in segments), strict=True)
+        torch.cat(column) for column in zip(*(segment.scores for segment in segments), strict=True)
     )
     result = micro_batch_loss(batch, logprobs, entropy, policy_loss, settings, denominators)
     lengths = [len(segment.sample.predict) for segment in segments]
