@@ -80,8 +80,8 @@ class BrowserSettings(SettingsModel):
     replay: LocalPath | None = None
     """A folder that ``record`` has made, from which ``sites`` answer, without any network.
 
-    A page that it lacks is the environment's failure, other missing addresses count as unreachable.
-    Why a key: only then do two numbers from one site compare.
+    A task's page that it lacks is the environment's failure; a policy that leaves the recording
+    reads which page is missing. Why a key: only then do two numbers from one site compare.
     """
 
     @model_validator(mode="after")
