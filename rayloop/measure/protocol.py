@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rayloop.config.explain import short
 from rayloop.config.yaml_source import flat
@@ -71,10 +71,58 @@ class ScoredAnswer(_Strict):
 
 
 class MeasuredNumber(_Strict):
-    """The weights, by their hash, and the scores of all answers."""
+    """The weights, by their hash, and the scores of all answers.
+
+    A file has the ``components`` by name, and the answers by arm and task: the reward and the
+    components of each sample, null where an answer has none of that name. Files of the first schema
+    have an object for each answer, which is five times as long.
+    """
 
     weights: str
     answers: list[ScoredAnswer]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_table(cls, number: Any) -> Any:
+        if not isinstance(number, dict) or not isinstance(number.get("answers"), dict):
+            return number
+        rest = dict(number)
+        names = rest.pop("components")
+        answers = [
+            _from_row(arm, task, sample, names, row)
+            for arm, tasks in rest.pop("answers").items()
+            for task, samples in tasks.items()
+            for sample, row in enumerate(samples)
+        ]
+        return {**rest, "answers": answers}
+
+    def table(self) -> dict[str, Any]:
+        """The number as a file has it."""
+        names = sorted({name for answer in self.answers for name in answer.components})
+        arms: dict[str, dict[str, list[list[float | None]]]] = {}
+        for answer in self.answers:
+            samples = arms.setdefault(answer.arm, {}).setdefault(answer.task, [])
+            # A number is written when all answers have a score, so that none is missing between.
+            assert len(samples) == answer.sample, f"{answer.task} lacks a sample"
+            samples.append([answer.reward, *map(answer.components.get, names)])
+        return {"weights": self.weights, "components": names, "answers": arms}
+
+
+def _from_row(
+    arm: str, task: str, sample: int, names: Sequence[str], row: Sequence[float | None]
+) -> dict[str, Any]:
+    """An answer of a number's table. Raises ValueError where values are missing or too many."""
+    reward, *values = row
+    components = {
+        name: value for name, value in zip(names, values, strict=True) if value is not None
+    }
+    return {
+        "arm": arm,
+        "task": task,
+        "sample": sample,
+        "reward": reward,
+        "components": components,
+    }
 
 
 class ProtocolFile(_Strict):
@@ -131,7 +179,7 @@ def write(
         "protocol": dict(parts),
         "code": dict(code),
         "measured": measured.model_dump(),
-        "number": result.model_dump(),
+        "number": result.table(),
     }
     record["checksum"] = hash_of(record)
     # A line for each key of the upper levels: short, and a difference of two files can be read.

@@ -15,7 +15,8 @@ from rayloop.actors.environment import classify
 from rayloop.core.types import EndReason
 from tests.adapters.conftest import SAMPLING, Train, served
 from tests.adapters.test_nemo_gym import CITIES, PYTHON, SERVER, call, pytestmark, rows, task
-from tests.support.played import episode_settings, play_one
+from tests.support import hostile_turns
+from tests.support.played import all_scored, episode_settings, play_one
 from tests.support.runs import ROOT
 
 __all__ = ["pytestmark"]
@@ -136,6 +137,19 @@ def test_what_the_policy_did_is_scored(
     row = {"responses_create_params": {"input": "Hello"}, "does": does}
     ended = outcome(kind("failing", failing, "simple_agent"), row, ["An answer."])
     assert ended == (str(end), paid)
+
+
+def test_hostile_turns_are_scored(weather: int, kind: Kind) -> None:
+    """Whatever the policy writes or calls, no episode is left out."""
+    row = row_of_agent(rows(WEATHER)[0])
+    tools = [{"function": tool} for tool in row["responses_create_params"]["tools"]]
+    texts = [*hostile_turns.calls(tools)[::5], *hostile_turns.texts(8)[::14]]
+    settings = episode_settings(
+        kind(WEATHER, weather, "simple_agent"), max_turns=8, step_timeout=120
+    )
+    paid = all_scored(task(row), texts, settings, SAMPLING)
+    assert {one.value for one in paid} <= {0.0, 1.0}
+    print(f"\n{len(texts)} texts in {len(paid)} episodes, every one scored")
 
 
 def test_a_server_that_has_ended_is_named(kind: Kind) -> None:

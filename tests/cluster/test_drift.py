@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rayloop.cluster.driver import Driver
+from rayloop.cluster.loop.weight_check import WeightCheck
 from rayloop.core.failures import AlarmStopped
 from rayloop.grpo.alarms import UNSEEN_STEPS
 from rayloop.run.config import RunConfig
@@ -46,7 +47,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
         driver.steps.append(step)  # type: ignore[attr-defined]
         return {}
 
-    monkeypatch.setattr(driver.weight_sync, "observe", observe)
+    monkeypatch.setattr(WeightCheck, "observe", staticmethod(observe))
     monkeypatch.setattr(driver.reporter, "step", recorded)
     return driver
 
@@ -65,11 +66,13 @@ def test_a_lost_weight_update_ends_a_run_that_trains_on_nothing_fresh(driver: Dr
     assert driver.looked == [UNSEEN_STEPS, 2 * UNSEEN_STEPS, 3 * UNSEEN_STEPS]  # type: ignore[attr-defined]
 
 
-def test_a_stop_does_not_wait_for_fresh_episodes_and_the_step_is_recorded(driver: Driver) -> None:
+def test_a_stop_does_not_wait_for_fresh_episodes_and_the_step_is_recorded(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         await train(driver, UNSEEN_STEPS - 1)
         driver.stopping.set()
-        driver.weight_sync.observe = lambda *_: asyncio.sleep(60)  # type: ignore[method-assign]
+        monkeypatch.setattr(WeightCheck, "observe", lambda *_: asyncio.sleep(60))
         await asyncio.wait_for(train(driver, 1), 10)
 
     asyncio.run(main())

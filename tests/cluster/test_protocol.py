@@ -221,7 +221,8 @@ def edited(record: dict[str, Any]) -> None:
 
 
 def better(record: dict[str, Any]) -> None:
-    record["number"]["answers"][0]["reward"] = 1.0
+    [samples, *_] = record["number"]["answers"]["right"].values()
+    samples[0][0] = 1.0
 
 
 def with_new_hash(record: dict[str, Any]) -> None:

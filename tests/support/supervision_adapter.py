@@ -16,7 +16,7 @@ from rayloop.actors.images import SentImages
 from rayloop.actors.lease import LeasedEngine
 from rayloop.cluster import services
 from rayloop.cluster.driver import Driver
-from rayloop.cluster.loop import weight_sync
+from rayloop.cluster.loop import weight_check
 from rayloop.cluster.supervision import watchdog
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core import deadlines, failures
@@ -68,7 +68,7 @@ def configured(values: Mapping[str, Any], patch: pytest.MonkeyPatch) -> dict[str
     given = {KEYS.get(name, name): value for name, value in values.items()}
     for name, default in DERIVED.items():
         patch.setattr(RecoverySettings, name, given.pop(f"recovery__{name}", default))
-    patch.setattr(weight_sync, "PROBE_TASKS", 1)
+    patch.setattr(weight_check, "PROBE_TASKS", 1)
     patch.setattr(RunConfig, "sync_timeout", given.pop("publish__timeout"))
     given.pop("environment__episode__request_timeout", None)
     if given.pop("data__shuffle", True) is False:

@@ -23,12 +23,12 @@ from tools.pages.config import leaf_keys
 
 KEYS = 200
 """Paths that a user can set to a value; a class that is used at two places has its keys twice."""
-TOKENS = 497_100
+TOKENS = 497_500
 """Names, operators, numbers and strings of the product: a budget that nobody meets by writing
 denser lines.
 """
 MODULES = 15
-WORDS = 30_000
+WORDS = 28_550
 GLOSSARY_WORDS = 400
 PRODUCT = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
 """The folders that are installed."""
@@ -99,8 +99,11 @@ def tokens(source: str) -> int:
 
 
 def words(path: Path) -> int:
-    """What has a letter or a digit; the bars of a table are no words."""
-    return len(re.findall(r"[^\s|]*\w[^\s|]*", text(path)))
+    """What has a letter.
+
+    A figure is not a word: sentences must not be short of room because a table has its intervals.
+    """
+    return len(re.findall(r"[^\s|]*[^\W\d_][^\s|]*", text(path)))
 
 
 def test_the_keys_of_a_run() -> None:

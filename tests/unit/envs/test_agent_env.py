@@ -586,7 +586,7 @@ def test_the_page_names_the_descriptor_and_both_reports() -> None:
     for report in (
         host.RESULT_VARIABLE,
         '{"result": ',
-        '{"raised": [[["ConnectionError"], null]]}',
+        '{"raised": [[["ConnectionError"], null]], "cause": "unreachable", "server": "http://host"}',
     ):
         assert f"`{report}" in text
 
