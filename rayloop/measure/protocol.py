@@ -88,12 +88,11 @@ class MeasuredNumber(_Strict):
             return number
         rest = dict(number)
         names = rest.pop("components")
-        answers = [
-            _from_row(arm, task, sample, names, row)
-            for arm, tasks in rest.pop("answers").items()
-            for task, samples in tasks.items()
-            for sample, row in enumerate(samples)
-        ]
+        answers = []
+        for arm, tasks in rest.pop("answers").items():
+            for task, samples in tasks.items():
+                for sample, row in enumerate(samples):
+                    answers.append(_from_row(arm, task, sample, names, row))
         return {**rest, "answers": answers}
 
     def table(self) -> dict[str, Any]:

@@ -499,7 +499,7 @@ def test_of_rayloops_modules_only_their_own_classes_are_its_parts() -> None:
 def test_a_judges_verdicts_are_those_on_record(
     tiny_vlm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No judge is there; one outcome has no verdict on record, and stays as it was."""
+    """No judge runs. One outcome has no verdict on record, and stays as it was."""
     source = {"use": "tests.support.recorded_steps:JudgedTwice"}
     outcomes = {
         TrajectoryId(1, 0): Scored(

@@ -214,7 +214,7 @@ def explodes(trajectory: Trajectory) -> float:
 
 
 class JudgedTwice:
-    """Twice the verdict of a judge, of which only the verdicts on record are there."""
+    """Twice the verdict of a judge, from the verdicts on record alone."""
 
     async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         verdicts = VERDICTS.get()

@@ -172,7 +172,7 @@ def _noted_calls(server_utils: Any, server: str) -> list[_Call]:
 
     async def noted(method: str, url: str, **options: Any) -> Any:
         options["_max_connection_retries"] = CONNECTION_TRIES
-        # The report stays while there is no answer.
+        # The report stays until an answer comes.
         call = _Call(url, options, "transport_unreachable")
         if url.startswith(f"{server}/"):
             calls.append(call)
